@@ -121,8 +121,8 @@ class Contraction:
         return self.replace(self.layout._replace(b=b))
 
     def cotangent(self, which: str) -> Contraction:
-        """Returns the product that is the cotangent of `which`: of a (from d and b), or of b (from a and d). The arrays
-        are sharded as in this product, without deferred axes."""
+        """Returns the product that is the cotangent of `which`. For "a" the operands are (d, b), and for "b" they are
+        (a, d). The arrays are sharded as in this product, and the result has no deferred axes."""
         names = {"a": "dba", "b": "adb"}[which]
         a, b, d = (getattr(self, name) for name in names)
         layout = Layout(*(getattr(self.layout, name) for name in names))
@@ -155,8 +155,8 @@ class Contraction:
 
     @functools.cached_property
     def roles(self) -> dict[str, Role]:
-        """The role of each axis that shards an array, in the order of d's dimensions, then a's, then b's. Its d is
-        DEFERRED for axes of `unreduced`."""
+        """The role of each axis that shards an array, in the order of d's dimensions, then a's, then b's. For axes of
+        `unreduced` d's index is DEFERRED."""
         found: dict[str, list[str]] = {}
         for which in "dab":
             for index, dim in zip(getattr(self, which), getattr(self.layout, which), strict=True):
@@ -171,8 +171,8 @@ class Contraction:
         return role.communicates and (role.a in self.d) != (role.b in self.d)
 
     def is_one_call(self, roles: dict[str, Role]) -> bool:
-        """True if one call can communicate over all axes: all sum to one index of d (or to none), all gather one index,
-        or all are of a grid. Roles that do not communicate do not count."""
+        """True if one call can communicate over all axes: all sum to one index of d (or to none), all gather one
+        operand along one index, or all are of a grid. Axes with roles that do not communicate do not count."""
 
         def kind(role: Role) -> tuple[str, str]:
             if role.is_contracted:
@@ -185,8 +185,8 @@ class Contraction:
 
     @functools.cached_property
     def is_block_grid(self) -> bool:
-        """True if a, b and d each have two dimensions, not counting batches, and both are sharded: the first one as
-        stored over the same axes in all three, and the second one too."""
+        """True if the arrays are stored in the blocks of one grid: each has two dimensions, not counting batches. The
+        first one as stored is sharded over the same axes in all three arrays, and so is the second one."""
         a, b, d = (
             tuple(dim for index, dim in zip(*each, strict=True) if index not in self.batch)
             for each in zip(self.indices, self.layout, strict=True)
@@ -195,8 +195,9 @@ class Contraction:
 
     @functools.cached_property
     def _group(self) -> tuple[Pattern, Dim, Dim]:
-        """(pattern, axes of the group, ()). For a grid, (GRID, the axes that number its rows, the axes that number its
-        columns). They shard d's first and second dimension, batches aside, if the arrays are stored in blocks."""
+        """Returns (pattern, axes of the group, ()). For a grid it is (GRID, the axes that number its rows, the axes
+        that number its columns). They shard d's first and second dimension, batches aside, if the arrays are stored in
+        blocks; otherwise they shard b and a along k."""
         if self.is_block_grid or self.is_grid_stored:
             rows, cols = (dim for index, dim in zip(self.d, self.layout.d, strict=True) if index not in self.batch)
             return Pattern.GRID, rows, cols
@@ -226,7 +227,7 @@ class Contraction:
 
     @functools.cached_property
     def shared(self) -> str:
-        """The free index along which one operand is gathered, or d is scattered; "" in other patterns and grids."""
+        """The free index along which one operand is gathered, or d is scattered. "" in other patterns and in grids."""
         role = self.role
         if self.is_grid_role(role):
             return ""
@@ -276,8 +277,8 @@ class Contraction:
 
     @functools.cached_property
     def gathered(self) -> tuple[str, int] | None:
-        """(the operand that the ranks gather, "a" or "b", and its dimension along which they do), for `role`. None if
-        they sum, if nothing is gathered, and for a grid of blocks, which gathers both."""
+        """(the operand that the ranks gather over the axes of `role`, "a" or "b"; the dimension along which they gather
+        it). None if they sum, if nothing is gathered, and for a grid of blocks, which gathers both operands."""
         if self.sums or not self.role.communicates:
             return None
         which = "a" if self.role.d == self.role.b else "b"
@@ -329,8 +330,8 @@ def in_no_layout(a: str, b: str, d: str) -> Contraction:
 def of_matrices(
     ndim: int, layout: Layout | None = None, *, transpose_a: bool = False, transpose_b: bool = False
 ) -> Contraction:
-    """Returns a product of matrices, unsharded if `layout` is None. a and d have `ndim` dimensions, with equal leading
-    ones; b has two. A transposed a is stored as (..., k, m), a transposed b as (n, k)."""
+    """Returns a product of matrices in this layout, unsharded by default. a and d have `ndim` dimensions, with the same
+    leading indices; b has two. A transposed a is stored as (..., k, m), a transposed b as (n, k)."""
     lead = "".join(_LEADING[: ndim - 2])
     product = in_no_layout(lead + ("km" if transpose_a else "mk"), "nk" if transpose_b else "kn", lead + "mn")
     return product if layout is None else product.replace(layout)
@@ -347,8 +348,9 @@ def on_axes(
     transpose_b: bool = False,
 ) -> Contraction:
     """Returns a product of matrices (as `of_matrices`) in this pattern, with `is_partial`, because other axes are not
-    known. Over `row_axes`, a's rows m are gathered, d's rows m scattered, or sums reduced. In a grid, each matrix as
-    stored has its rows over `row_axes` and its columns over `col_axes`. Other patterns have no axes."""
+    known. Over `row_axes`, ALL_GATHER gathers a's rows m, REDUCE_SCATTER scatters sums over d's rows m, and ALL_REDUCE
+    reduces sums. In a GRID, each matrix as stored has rows over `row_axes` and columns over `col_axes`. Others shard
+    nothing."""
     whole: Dim = ()
     a, b, d = {
         Pattern.ALL_GATHER: ((row_axes, whole), (whole, row_axes), (whole, row_axes)),

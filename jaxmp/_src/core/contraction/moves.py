@@ -23,10 +23,10 @@ def size_of(mesh: Mapping[str, int], axes: Dim) -> int:
 
 
 def in_call(call: Contraction, mesh: Mapping[str, int], a: int, b: int, sums: int) -> tuple[Transfer, ...]:
-    """Returns the transfers to a rank that holds `a` and `b` bytes of the operands, and `sums` bytes of d as sums. A
-    grid of blocks has a transfer of each operand (`in_grid`), other calls have one, or none if nothing moves. In a
-    gather the rank receives the other ranks' parts. In a ring of P ranks, a reduce-scatter receives the rank's own part
-    P - 1 times, and an all-reduce receives 2 (P - 1) / P of the whole."""
+    """Returns the transfers that a rank receives in one call. `a`, `b`: the bytes of the rank's shards of the operands.
+    `sums`: the bytes of its shard of d in the accumulator's type. A grid has the transfers of `in_grid`. Any other call
+    has one transfer, or none if nothing moves. With P ranks in the group, a gather receives P - 1 shards, a
+    reduce-scatter P - 1 times `sums` (a ring), and an all-reduce 2 (P - 1) / P times `sums`."""
     if call.is_grid:
         return in_grid(call, mesh, a, b)
     axes = call.row_axes
@@ -41,7 +41,8 @@ def in_call(call: Contraction, mesh: Mapping[str, int], a: int, b: int, sums: in
 
 
 def in_grid(call: Contraction, mesh: Mapping[str, int], a: int, b: int) -> tuple[Transfer, ...]:
-    """Returns the transfers to a rank in a grid: other blocks of a (`a` bytes) in its row, of b in its column."""
+    """Returns the all-gathers that a rank of a grid receives: the blocks of a in its row, and the blocks of b in its
+    column. `a`, `b`: the bytes of its own blocks. A gather that moves nothing is left out."""
     parts = (
         (a * (size_of(mesh, call.col_axes) - 1), call.col_axes),
         (b * (size_of(mesh, call.row_axes) - 1), call.row_axes),
@@ -50,7 +51,8 @@ def in_grid(call: Contraction, mesh: Mapping[str, int], a: int, b: int) -> tuple
 
 
 def received(shape: Sequence[int], have: Dims, want: Dims, mesh: Mapping[str, int]) -> int:
-    """Returns the elements that a device receives on average while an array of this shape goes through `steps`."""
+    """Returns the number of elements that a device receives, on average over the devices, in all `steps` from `have` to
+    `want` of an array of this shape. A slice counts 0."""
     total = 0
     for before, after in itertools.pairwise((have, *steps(have, want, mesh))):
         parts = 1  # on average, a device holds 1 / parts of the shard that it needs
@@ -64,7 +66,8 @@ def received(shape: Sequence[int], have: Dims, want: Dims, mesh: Mapping[str, in
 
 class Gather(NamedTuple):
     """An all-gather of a device's shard of an operand, along `dimension` over `axes`, inside shard_map. `varies`: the
-    ranks compute different results from it, so its transpose is a reduce-scatter."""
+    ranks compute different results from it, so its transpose is a reduce-scatter. `narrow`: the types for sending the
+    operand and its gradient."""
 
     dimension: int
     axes: Dim
@@ -73,9 +76,9 @@ class Gather(NamedTuple):
 
 
 def steps(have: Dims, want: Dims, mesh: Mapping[str, int]) -> tuple[Dims, ...]:
-    """Returns the shardings after each step from `have` to `want`, the last one `want`; none if the two are equal. Each
-    step is one slice, all-to-all, all-gather or permutation, tried in this order. For a step that combines several of
-    these, XLA would replicate the array or end the process."""
+    """Returns the shardings after each step from `have` to `want`. The last one is `want`. The tuple is empty if `have`
+    equals `want`. Each step is one slice, all-to-all, all-gather or permutation: the first of these that is possible.
+    For a step that combines several of these, XLA would replicate the array or end the process."""
     found: list[Dims] = []
     while (now := found[-1] if found else have) != want:
         step = _slice(now, want) or _all_to_all(now, want) or _all_gather(now, want) or _permutation(now, want)
@@ -85,7 +88,7 @@ def steps(have: Dims, want: Dims, mesh: Mapping[str, int]) -> tuple[Dims, ...]:
 
 
 def kind_of(have: Dims, want: Dims, mesh: Mapping[str, int]) -> str:
-    """Returns "collective_permute", "all_to_all" or "all_gather", the collective of one step that is not a slice."""
+    """Returns the collective of one step, which is no slice: "collective_permute", "all_to_all" or "all_gather"."""
     if all(size_of(mesh, dim) == size_of(mesh, other) for dim, other in zip(have, want, strict=True)):
         return "collective_permute"
     return "all_to_all" if sorted(sum(have, ())) == sorted(sum(want, ())) else "all_gather"
@@ -93,7 +96,7 @@ def kind_of(have: Dims, want: Dims, mesh: Mapping[str, int]) -> str:
 
 def permuted(have: Dims, want: Dims, mesh: Mapping[str, int]) -> Dim:
     """Returns the axes along which devices exchange shards in a permutation, in the order of the mesh: all that shard
-    another dimension of the array afterwards, or have another stride in it."""
+    another dimension in `want` than in `have`, or have another stride in their dimension."""
 
     def parts(dims: Dims) -> set[tuple[int, str, int]]:
         """Returns (dimension, axis, stride of the axis in the dimension) for each axis."""
@@ -106,6 +109,7 @@ def permuted(have: Dims, want: Dims, mesh: Mapping[str, int]) -> Dim:
 # The next four return the sharding after one such step towards `want`, or None if none is possible. They take the first
 # dimension that allows one. An all-gather keeps axes that `want` has anywhere, unless `is_wanted`.
 def _slice(now: Dims, want: Dims) -> Dims | None:
+    """Slices the first dimension that lacks only axes of `want` that shard nothing now."""
     used = set(sum(now, ()))
     for i, (dim, wanted) in enumerate(zip(now, want, strict=True)):
         fresh = tuple(itertools.takewhile(lambda axis: axis not in used, wanted[len(dim) :]))
@@ -143,9 +147,9 @@ def _with(dims: Dims, changes: Mapping[int, Dim]) -> Dims:
 
 def entry(have: Dims, want: Dims, layout: Iterable[Dims]) -> tuple[Dims, tuple[Gather, ...]]:
     """Returns (an operand's sharding at the entry to shard_map, the gathers inside that bring it to `want`). A
-    dimension is gathered inside if its axes in `have` begin with the wanted ones and no dimension of `want` has any of
-    the rest; else it enters as in `want`. `layout`: the shardings of the call's arrays. A gather over axes that shard
-    one of them varies; other axes of the dimension have a gather of their own."""
+    dimension enters as in `have` if its axes there begin with its axes in `want`, and no dimension of `want` has any of
+    the rest; the rest is gathered inside. Any other dimension enters as in `want`. `layout`: the shardings of the
+    call's arrays. A gather over axes that shard one of these arrays varies; other axes have a gather of their own."""
     used = {axis for dims in layout for dim in dims for axis in dim}
     own = {axis for dim in want for axis in dim}
     dims, found = list(want), []

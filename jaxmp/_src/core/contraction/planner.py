@@ -33,11 +33,11 @@ NOMINAL = Hardware("nominal", {"float32": 150.0}, memory_bandwidth=math.inf, lin
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """The inputs of a plan other than indices and shardings: the extent of each index, the sizes of mesh axes, and the
+    """The inputs of a plan other than indices and shardings: (index, extent) pairs, (mesh axis, size) pairs, and the
     bytes of an element of a, b, the result and a sum.
 
     `keeps_result`: the call has to return the result in the requested sharding. `gathers_k`: the call may gather
-    operands along k. `shares_columns`: ranks may share columns of the result.
+    operands along k. `shares_columns`: the call may gather b's columns, and may scatter sums over d's columns.
     """
 
     extents: tuple[tuple[str, int], ...]
@@ -57,7 +57,7 @@ def terms(
     keeps_result: bool = False,
 ) -> Terms:
     """Returns the terms for a, b and d of these shapes. A symbolic extent counts as 1024 for each device, so that every
-    axis divides it. `gathers_k` and `shares_columns` have their defaults."""
+    axis divides it. `itemsizes`: as in `Terms`. `gathers_k` is False and `shares_columns` is True."""
     found: dict[str, int] = {}
     for indices, shape in zip(given.indices, shapes, strict=True):
         found |= dict(zip(indices, shape, strict=True))
@@ -69,9 +69,10 @@ def terms(
 def plan(
     given: Contraction, terms: Callable[[], Terms], *, gathers_k: bool, shares_columns: bool = True
 ) -> Contraction:
-    """Returns the call for operands and a result that are sharded as in `given`: `as_given`, or the `cheapest` if there
-    is none, if it gathers one operand along k, or if it shares columns and may not. `terms` is called for the cheapest
-    only. `gathers_k`: the call may gather along k of operands stored in order. `shares_columns`: as in `Terms`."""
+    """Returns the call for operands and a result that are sharded as in `given`: usually `as_given`. It is the
+    `cheapest` if there is no such call, if that call gathers one operand along k, or if it is transposed without
+    `shares_columns`. `terms` is called for the cheapest only; `gathers_k` and `shares_columns` (see `Terms`) replace
+    its values. `gathers_k` has an effect only for operands that are stored in order. Raises as `cheapest` does."""
     gathers_k = gathers_k and given.is_stored_in_order
     found = as_given(given, gathers_k=gathers_k)
     # A gather along k may cost more than moving operands.
@@ -82,8 +83,9 @@ def plan(
 
 @functools.lru_cache(maxsize=4096)
 def as_given(given: Contraction, *, gathers_k: bool = False) -> Contraction | None:
-    """Returns the one call that computes this result from operands as they are sharded, or with further slices of what
-    a device holds. None if several calls, a reshard or roles that are not in `_roles` are needed."""
+    """Returns the one call that computes the result as sharded in `given` from the operands as sharded there. Devices
+    may first slice an operand, which moves nothing. A grid of blocks is returned as it is. Returns None if the result
+    needs several calls, a reshard, or a role that is not in `_roles`. `gathers_k`: as in `Terms`."""
     if given.is_block_grid:
         return given
     roles = {axis: _completed(given, role) for axis, role in given.roles.items()}
@@ -101,7 +103,7 @@ def as_given(given: Contraction, *, gathers_k: bool = False) -> Contraction | No
 
 def _completed(given: Contraction, role: Role) -> Role:
     """Returns an axis's role after devices slice operands that they hold whole, which moves nothing: along a contracted
-    or batch index of the other operand, or along d's index."""
+    or batch index of the other operand, or along d's index. Returns `role` if there is nothing to slice."""
     a, b, d = role
     if {a, b} != {""} and "" in (a, b) and (a + b) not in (*given.rows, *given.cols):
         a = b = a + b
@@ -117,7 +119,7 @@ def _completed(given: Contraction, role: Role) -> Role:
 @functools.lru_cache(maxsize=4096)
 def cheapest(given: Contraction, terms: Terms) -> Contraction:
     """Returns the cheapest call, of all that `terms` allow, for operands and a result sharded as in `given`. Raises
-    ValueError if the axes divide the extents in none of them."""
+    ValueError if there is no such call, for example because the axes divide the extents in none."""
     axes = [axis for axis, _ in terms.mesh if axis in given.roles]
     calls = _calls(given, terms, axes, itertools.product(*(_choices(given, terms, given.roles[axis]) for axis in axes)))
     if terms.keeps_result:
@@ -128,8 +130,8 @@ def cheapest(given: Contraction, terms: Terms) -> Contraction:
 
 
 def layouts(product: Contraction, terms: Terms) -> Iterator[Contraction]:
-    """Yields a call of an unsharded product for each set of different roles, one for each mesh axis, that needs no
-    resharding. Each set is assigned to the axes in one order only: roles that communicate go to the last axes."""
+    """Yields calls of an unsharded product that need no resharding. Every mesh axis has a role, and no two axes have
+    the same. A set of roles is assigned to the axes in one order only: roles that communicate go to the last axes."""
     axes, roles = [axis for axis, _ in terms.mesh], _roles(product, product.a + product.b, gathers_k=terms.gathers_k)
     roles.sort(key=lambda role: role.communicates)  # so that adjacent axes communicate
     for call in _calls(product, terms, axes, itertools.combinations(roles, len(axes))):
@@ -140,7 +142,8 @@ def layouts(product: Contraction, terms: Terms) -> Iterator[Contraction]:
 def _calls(
     given: Contraction, terms: Terms, axes: Sequence[str], choices: Iterable[Sequence[Role]]
 ) -> Iterator[Contraction]:
-    """Yields a call for each choice of roles for `axes`, if it is one call and the axes divide the extents."""
+    """Yields a call for each choice of roles for `axes`. Skips a choice that needs several calls, and one with axes
+    that do not divide the extents."""
     mesh, extents = dict(terms.mesh), dict(terms.extents)
     for choice in choices:
         roles = dict(zip(axes, choice, strict=True))
@@ -151,8 +154,8 @@ def _calls(
 
 
 def _roles(product: Contraction, where: Iterable[str], *, gathers_k: bool) -> list[Role]:
-    """Returns the roles that an axis may have in a call (the table of `contraction`), with indices in `where`. Roles of
-    a grid only if `gathers_k`. Earlier ones are preferred at equal costs."""
+    """Returns the roles that an axis may have in a call, the preferred ones at equal costs first: the table of
+    `contraction` without "deferred", and without grids unless `gathers_k`. `where`: the indices for these roles."""
     batch, rows, cols, contracted = (
         [index for index in dict.fromkeys(where) if index and index in group]
         for group in (product.batch, product.rows, product.cols, product.contracted)
@@ -168,9 +171,9 @@ def _roles(product: Contraction, where: Iterable[str], *, gathers_k: bool) -> li
 
 
 def _choices(given: Contraction, terms: Terms, have: Role) -> list[Role]:
-    """Returns the roles that an axis with role `have` may have: only `have` if it is deferred, or valid and does not
-    communicate. Otherwise all roles of the indices in `have` that `_is_sharded_for` allows. With `terms.keeps_result`,
-    only roles with d's index of `have`."""
+    """Returns the roles that an axis with role `have` may have. It is only `have` if that is deferred, or if it is in
+    `_roles` and does not communicate. Otherwise it is all roles of the indices in `have` that `_is_sharded_for` allows;
+    with `terms.keeps_result`, only roles that have d's index of `have`."""
     roles = _roles(given, have, gathers_k=terms.gathers_k)
     if have.d == DEFERRED or (have in roles and not have.communicates):
         return [have]
@@ -180,8 +183,9 @@ def _choices(given: Contraction, terms: Terms, have: Role) -> list[Role]:
 
 
 def _is_sharded_for(given: Contraction, role: Role, have: Role) -> bool:
-    """True if the operands that a call with `role` gathers are sharded so in `have`, and need not move before the call.
-    A grid gathers one operand; for an all-gather both have to agree. Other roles gather nothing (True)."""
+    """True if `have` shards the operands as a gather in a call with `role` needs them, so that they do not move before
+    the call. In a grid this concerns the gathered operand, in an all-gather both. True for a role that gathers
+    nothing."""
     if not role.communicates or role.is_contracted:
         return True
     if given.is_grid_role(role):
@@ -190,7 +194,8 @@ def _is_sharded_for(given: Contraction, role: Role, have: Role) -> bool:
 
 
 def _layout(given: Contraction, roles: Mapping[str, Role]) -> Layout:
-    """Returns the layout of axes with these roles. The group's axes come last if a pattern needs that."""
+    """Returns the layout of axes with these roles. Axes of one dimension are in the order of `given`, except that axes
+    that contract, scatter or gather the dimension come last."""
     # Axes that shard one dimension keep the order that they have in d, or else in a or b.
     given_dims = (*given.layout.d, *given.layout.a, *given.layout.b)
     places = {axis: [dim.index(axis) for dim in given_dims if axis in dim] for axis in roles}
@@ -222,7 +227,7 @@ def _divides(call: Contraction, extents: Mapping[str, int], mesh: Mapping[str, i
 
 
 def local_bytes(call: Contraction, terms: Terms) -> tuple[int, int, int, int]:
-    """Returns the bytes that a device holds in the call, of (a, b, d, d in the accumulator's type)."""
+    """Returns the bytes of a device's shards in the call: (of a, of b, of d, of d in the accumulator's type)."""
     mesh, extents, (*sizes, of_sums) = dict(terms.mesh), dict(terms.extents), terms.itemsizes
     held = [
         math.prod(extents[index] // size_of(mesh, dim) for index, dim in zip(indices, dims, strict=True))
@@ -233,8 +238,8 @@ def local_bytes(call: Contraction, terms: Terms) -> tuple[int, int, int, int]:
 
 
 def _cost(given: Contraction, terms: Terms, call: Contraction) -> float:
-    """Returns the time of `call` on the nominal machine: for the data that a device receives while operands and result
-    are resharded from and to `given`, and in the call, and for its products."""
+    """Returns the time of `call` on `NOMINAL`, for its products and for what a device receives: while the operands are
+    resharded from `given`, in the call, and while the result is resharded to `given`. Good for comparisons only."""
     mesh, extents = dict(terms.mesh), dict(terms.extents)
     ends = zip(given.indices, (*given.layout[:2], call.layout.d), (*call.layout[:2], given.layout.d), strict=True)
     moved = [

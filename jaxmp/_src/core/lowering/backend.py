@@ -48,15 +48,15 @@ class Choice:
 def choose_implementation(
     spec: MatmulSpec, platform: str, unshared_reason: str, operands: tuple[np.dtype, ...] = ()
 ) -> Choice:
-    """Chooses the implementation of a call: by default "cublasmp" on GPUs that have it, "host" for CPU devices that
-    share calls or multiply alone, "host+xla" for other CPU devices. It is "xla" on other platforms, for integers other
-    than int8, and for calls that the library does not take.
+    """Chooses the implementation of a call: the one that the spec asks for, or by default "cublasmp" on GPUs that have
+    it, "host" for CPU devices that share calls or multiply alone, and "host+xla" for other CPU devices. The default is
+    "xla" on other platforms, for integers other than int8, and for calls that the library does not take.
 
-    `unshared_reason`: why CPU devices of a group share no call, or "" (see `process_barrier`). `operands`: the types
-    of a and b; a card does not take all of them.
+    `unshared_reason`: why CPU devices of a group share no call, or "" (see `process_barrier`). `operands`: the types of
+    a and b, because a card does not take all of them; without them no type is tested.
 
     Raises:
-      NotImplementedError: the library, the platform or the card cannot compute the call, or the order is fixed on a
+      NotImplementedError: the implementation that is asked for cannot compute the call, or the order is fixed on a
         platform other than CPUs and the choice is not cuBLASMp.
       RuntimeError: cuBLASMp was asked for and cannot be opened.
     """
@@ -75,14 +75,15 @@ def choose_implementation(
 def choose_for_batch(
     spec: MatmulSpec, platform: str, unshared_reason: str, operands: tuple[np.dtype, ...], work: int
 ) -> tuple[Choice, bool]:
-    """Returns (the choice, True if the whole batch is one product) for products of `work` multiplications and additions
-    each. A symbolic `work` counts as small.
+    """Returns (the choice, True) if the whole batch is one product, or (the choice, False) if its products run one by
+    one. `work`: the multiplications and additions of one product; a symbolic number counts as small. Raises as
+    `choose_implementation` does.
 
-    XLA has a batched product, the default; cuBLASMp has none. On CPUs hostmp also has one, of each device's own or
-    gathered operands ("host" or "host+xla"), if the operands are narrower than their sums, but not for scaled fp8 or
-    fp4. These products run one by one, because the library is faster even then: large products on CPUs that ranks share
-    or that have scales, and operands of 8 bits or fewer on GPUs, which XLA widens. Products of CPU devices that share
-    no call run one by one too, between collectives of the whole batch.
+    One by one: products between CPU devices that share no call, next to collectives of the whole batch; products from
+    LARGE_IN_BATCH on that hostmp multiplies between ranks or with scaled fp8 or fp4; and operands of 8 bits or fewer on
+    GPUs, which XLA widens. hostmp multiplies the batch as one product, after XLA has gathered it if there are several
+    ranks ("host+xla"), if it would multiply one, `work` is a number, and the operands are narrower than their sums and
+    not scaled fp8 or fp4. XLA multiplies all other batches as one product.
     """
     choice = choose_implementation(spec, platform, unshared_reason, operands)
     wide = low_precision.operand_type(*operands)
@@ -105,7 +106,7 @@ def choose_for_batch(
 
 
 def _choose(spec: MatmulSpec, platform: str, unshared_reason: str, operands: tuple[np.dtype, ...]) -> Choice:
-    # Operands have one type here. `choose_implementation` refuses XLA at a level afterwards.
+    """Chooses for operands of one type. Leaves the refusal of a fixed order to `choose_implementation`."""
     if spec.implementation == "xla":
         return Choice("xla", "asked for")
     name = np.dtype(operands[0]).name if operands else ""
@@ -143,9 +144,9 @@ def _choose(spec: MatmulSpec, platform: str, unshared_reason: str, operands: tup
 
 
 def _choose_on_cuda(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> Choice:
-    """Chooses between "cublasmp" and "xla", or raises if cuBLASMp is asked for and cannot compute the call or be
-    opened. A process without GPUs chooses XLA unless cuBLASMp is asked for. Every process chooses the same, because the
-    call, the kind of the cards and the libraries (compared by `distributed.initialize`) are equal on all of them."""
+    """Chooses "cublasmp", or "xla" if cuBLASMp cannot compute the call or be opened; raises instead if cuBLASMp is
+    asked for. A process without GPUs chooses XLA unless cuBLASMp is asked for. Every process chooses the same, because
+    all have equal calls, cards of one kind, and equal libraries (`distributed.initialize` compares them)."""
     is_asked = spec.implementation == "cublasmp"
     why = why_unsupported(spec, capabilities_of("cublasmp")) or why_not_cublasmp(spec, operands)
     why = why or why_card_refuses(spec, operands, native.card_capability())
@@ -176,8 +177,9 @@ def capabilities_of(library: str) -> Capabilities:
 
 
 def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
-    """Returns why the library takes the call in no form, or "": in a fixed order because it does not have the epilog,
-    which XLA applies otherwise; in any order because it takes contiguous shards on square grids only."""
+    """Returns why the library takes the call in no form, or "". One reason is a fixed order with an epilog that the
+    library does not have; without a fixed order XLA applies such an epilog. The other is a grid of contiguous shards
+    that is not square, unless the library takes it or the call is computed as tiles of a fixed shape."""
     # Calls of one shape are local products in every pattern.
     has_tiles = spec.fixed_reduction_order and not capabilities.fixed_reduction_order
     why = why_no_epilog(*((spec.ungrouped(), capabilities.of_tiles()) if has_tiles else (spec, capabilities)))
@@ -208,8 +210,8 @@ _HOPPER_MODES = (low_precision.OUTER_VEC, low_precision.VEC128, low_precision.BL
 
 
 def why_card_refuses(spec: MatmulSpec, operands: tuple[np.dtype, ...], capability: tuple[int, int] | None) -> str:
-    """Returns why a card of this compute capability does not multiply float8 or float4 operands with the spec's scales,
-    or "" (also for other types). `capability`: None if the program is for another machine; then it returns ""."""
+    """Returns why a card of this compute capability does not multiply float8 or float4 operands with the spec's scales.
+    "" if it does, for other types, and if `capability` is None (the program is for another machine)."""
     names = [np.dtype(dtype).name for dtype in operands]
     if capability is None or not any(name in low_precision.SCALED for name in names):
         return ""
@@ -224,7 +226,8 @@ def why_card_refuses(spec: MatmulSpec, operands: tuple[np.dtype, ...], capabilit
 
 
 def why_no_epilog(spec: MatmulSpec, capabilities: Capabilities) -> str:
-    """Returns why the library has no such epilog (complex numbers, grids, a fault), or "" (also if it is NONE)."""
+    """Returns why the library lacks the spec's epilog (complex numbers, a grid, a fault). "" if it has the epilog or
+    for NONE."""
     if spec.epilog == Epilog.NONE:
         return ""
     # From the table of types of cublasLtMatmul (cuBLAS 13 documentation), which computes the local products.

@@ -52,7 +52,7 @@ class Where:
 
 
 def here(axes: MeshAxes = (), group_axes: Dim = (), mesh: Any = None) -> Where:
-    """Returns where a call over `group_axes` that is being traced will run (on shards), as far as is known: on the
+    """Returns where a call over `group_axes` that is being traced will run, as far as is known: on shards, on the
     default platform, and on the devices of `mesh` or, if that has none, of the mesh of the context."""
     known = mesh if isinstance(mesh, jax.sharding.Mesh) else jax_compat.ambient_mesh()
     return Where(jax_compat.default_platform(), *process_barrier.unshared_reason(axes, group_axes, known))
@@ -76,7 +76,7 @@ class Decision:
         "each" (one call per index) or "together" (collectives of the whole batch, and one local call per index). For
         groups of rows, "local", "shared" (ranks read each other's rows), "exchange" (processes exchange rows) or
         "gather" (ranks gather matrices, or scatter their sums).
-      transfers: the transfers that a rank receives per call.
+      transfers: the transfers that a rank receives per call, or per index of a batch.
       links: the same for devices that do not share memory.
       call: the resolved call of a product, or of one index of a batch; None for groups.
     """
@@ -89,7 +89,7 @@ class Decision:
     call: forms.ResolvedCall | None = None
 
     def facts(self) -> tuple[str, int]:
-        """Returns (algorithm, workspace bytes per rank), as far as a plan can be made here."""
+        """Returns (the algorithm in words, the workspace bytes per rank). The bytes are 0 without a plan by hostmp."""
         if self.call is not None:
             return self.call.facts()
         if self.form == "groups":
@@ -103,8 +103,8 @@ class Decision:
 
 def product(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
     """Decides a product of shards like `a` and `b`, or a batch of products if `spec.batch` is not 0. Raises the errors
-    of `backend.choose_implementation`, and NotImplementedError if the form cannot keep the level. Logs the decision
-    about a single product at DEBUG."""
+    of `backend.choose_implementation`, and NotImplementedError if the form cannot keep what the spec asks for. Logs the
+    decision about a single product at DEBUG."""
     if spec.batch:
         return _batch(spec, a, b, where)
     choice = backend.choose_implementation(spec, where.platform, where.unshared, (a.dtype, b.dtype))
@@ -118,8 +118,8 @@ def product(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
 
 
 def _batch(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
-    # One product for the whole batch if `may_batch` and the backend allow it: "groups" by hostmp, or "xla". Otherwise
-    # "together" if ranks of CPU devices communicate outside of the library's call, or "each".
+    """Decides a batch: one product for all of it ("groups" by hostmp, or "xla") if `may_batch` and the backend allow
+    it. Otherwise "together" if ranks of CPU devices communicate outside of the library's call, or "each"."""
     is_known = all(isinstance(extent, int) for extent in a.shape[: spec.batch])
     (a, b), spec = of_one_index(spec, a, b), spec.replace(batch=0)
     work = operations(spec, a.shape, b.shape)
@@ -143,10 +143,11 @@ def _batch(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
 
 
 def _resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: backend.Choice) -> forms.ResolvedCall:
-    """Resolves the call for shards like `a` and `b` by the chosen implementation. XLA computes it if extents are
-    symbolic, or if cuBLASMp was chosen and an extent is 0 (unless the order is fixed). A narrow operand next to a wide
-    one is converted, unless hostmp multiplies in float32. Raises NotImplementedError if a form cannot keep what the
-    caller asks for, and if a library is asked for symbolic extents."""
+    """Returns the call for shards like `a` and `b` by the chosen implementation, in the form that its library takes.
+    XLA computes it if extents are symbolic, or if cuBLASMp was chosen and an extent is 0 (unless the order is fixed).
+    `Gathered` computes it if ranks that share no call keep an order, or if cuBLASMp would gather a narrow operand next
+    to a wide one. Such a narrow operand is converted, unless hostmp multiplies in float32. Raises NotImplementedError
+    if a form cannot keep what the caller asks for, and if a library is asked for symbolic extents."""
     implementation, types = choice.implementation, (a.dtype, b.dtype)
     if low_precision.is_mixed(*types):  # hostmp decodes the narrow operand; for other implementations it is converted
         wide = low_precision.operand_type(*types)
@@ -184,8 +185,8 @@ def _resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: backend.Choic
 
 
 def activation_grad(spec: MatmulSpec, t: ArrayType, platform: str) -> forms.ResolvedCall:
-    """Resolves `t` times gelu's derivative. `t` is C of a product with k = 0 and alpha = -0: -0 * 0 is -0, and -0 + t
-    is t, even for t = -0."""
+    """Returns the call that multiplies `t` by gelu's derivative. It is a product with k = 0 and alpha = -0, with `t` as
+    C: -0 * 0 is -0, and -0 + t is t, even for t = -0."""
     choice = backend.choose_implementation(spec, platform, "", (t.dtype, t.dtype))
     library = choice.implementation if choice.implementation == "cublasmp" else "host"
     spec = spec.replace(implementation=choice.implementation, epilog=Epilog.DGELU, alpha=-0.0, beta=1.0, has_c=True)
@@ -196,7 +197,7 @@ def activation_grad(spec: MatmulSpec, t: ArrayType, platform: str) -> forms.Reso
 
 
 def _decision(form: str, spec: MatmulSpec, a: ArrayType, b: ArrayType, call: forms.ResolvedCall) -> Decision:
-    # The links of a call of hostmp are the transfers that cuBLASMp's call would have.
+    """Builds the decision for `call`. The links of a call of hostmp are the transfers that cuBLASMp's would have."""
     name = call.implementation
     # The library gathers converted operands.
     a, b = (call.a, call.b) if name == "cublasmp" and not isinstance(call, forms.Gathered) else (a, b)
@@ -206,9 +207,10 @@ def _decision(form: str, spec: MatmulSpec, a: ArrayType, b: ArrayType, call: for
 
 
 def transfers(spec: MatmulSpec, a: ArrayType, b: ArrayType, implementation: str) -> tuple[Transfer, ...]:
-    """Returns the transfers that a rank receives in a product by `implementation`. The host implementation, and every
-    one in a fixed order, moves operands instead of partial sums: each rank computes 1/P of the rows (or columns) from
-    the shards of all ranks, or gathers the operands of its part of d. XLA also sums and gathers bias gradients."""
+    """Returns the transfers that a rank receives in a product of shards like `a` and `b` by `implementation`. The host
+    implementation, and every one in a fixed order, moves operands instead of partial sums: a rank computes 1/P of the
+    rows (or columns) from the shards of all ranks, or gathers the operands of its part of d. XLA also completes bias
+    gradients."""
     call, mesh, p = spec.contraction, dict(spec.group.mesh), spec.group.nranks
     of_a, of_b = (math.prod(x.shape) * x.dtype.itemsize for x in (a, b))
     is_by_xla = implementation in ("xla", "host+xla") and not spec.fixed_reduction_order
@@ -266,8 +268,9 @@ def why_xla(
     dtype: str = "",
     is_global: bool = False,
 ) -> str:
-    """Returns why XLA or a user's function multiplies groups of rows of this type, or "" if hostmp does. `is_global`:
-    the operands are global arrays, and XLA's partitioner may split hostmp's call, but not at "topology"."""
+    """Returns why XLA or a user's function multiplies groups of rows, or "" if hostmp does. `dtype`: the type of the
+    rows; "" tests none. `is_global`: the operands are global arrays. Then hostmp may multiply although XLA's
+    partitioner chooses the shardings, except at "topology"."""
     if where.platform != "cpu":
         return f"the platform is {where.platform!r}"
     if not where.is_on_shards and (not is_global or level.global_order):
@@ -287,9 +290,9 @@ def shares_rows(spec: GroupedSpec, mesh: Any, axes: Dim) -> bool:
 
 def grouped(spec: GroupedSpec, types: Sequence[Any], where: Where) -> Decision:
     """Decides a product of groups of rows. `types`: the types of x, w, bounds and the result. Raises
-    NotImplementedError if hostmp is asked for or the level needs it, and it cannot compute the call, and at "topology"
-    for a contraction between ranks that exchange no rows. The transfers assume that the rows of each rank are spread
-    evenly over all groups."""
+    NotImplementedError if the caller asks for hostmp, or the level needs it, and it cannot compute the call; and at
+    "topology" for a contraction between ranks that exchange no rows. The transfers assume that each rank's rows are
+    spread evenly over all groups."""
     x, w, bounds, d = types
     why = why_xla(spec.implementation, spec.level, where, dtype=x.dtype.name)
     if why and spec.implementation == "host":

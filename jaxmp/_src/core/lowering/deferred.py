@@ -88,7 +88,8 @@ def _cut(spec: MatmulSpec) -> tuple[str, int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """The product of `spec` in chunks. `local`: the spec of a chunk. `is_conjugated`: conjugate a, b before it."""
+    """A product in `count` chunks. `spec`: of the product. `local`: of a chunk. `is_conjugated`: conjugate (a, b)
+    first."""
 
     count: int
     spec: MatmulSpec
@@ -113,8 +114,8 @@ class Chunks:
         return _interleaved(parts, int(which == "b"), self.spec.group.nranks)
 
     def summed(self, a: jax.Array, b: jax.Array, barrier: Barrier, add: Callable[..., jax.Array]) -> jax.Array:
-        """Returns the product summed over ranks: `add(z)` sums the product z of a chunk, the first one after the
-        barrier, while other chunks are being multiplied."""
+        """Returns the product summed over ranks, or this rank's part of it if `add` scatters. `add(z)` sums the product
+        z of a chunk, the first one after the barrier, while other chunks are being multiplied."""
         which, dimension, nparts = _cut(self.spec)
         ticket, started = _no_ticket(), []
         for i in range(self.count):
@@ -129,7 +130,8 @@ class Chunks:
         return jnp.concatenate(sums, int(which == "b"))
 
     def _start(self, a: jax.Array, b: jax.Array, ahead: jax.Array, following: int) -> tuple[jax.Array, jax.Array]:
-        """Starts a product after `ahead`. Returns its ticket, and `following`, which XLA gets once it has started."""
+        """Starts a product after `ahead`, the ticket of the one before. Returns its ticket, and the number `following`
+        as an array that XLA gets once the product has started."""
         native.register()
         results = (jax.ShapeDtypeStruct((1,), np.uint64), jax.ShapeDtypeStruct((), np.int32))
         ticket, number = self._call(native.START_TARGET, results, a, b, ahead, jnp.int32(following))
@@ -143,8 +145,8 @@ class Chunks:
         )
         return d
 
-    # Calls a target of the extension with a and b, conjugated if `is_conjugated` says so.
     def _call(self, target: str, results: Any, a: jax.Array, b: jax.Array, *rest: jax.Array) -> Any:
+        """Calls a target of the extension with a and b, conjugated if `is_conjugated` says so."""
         a, b = (lax.conj(x) if conjugated else x for x, conjugated in zip((a, b), self.is_conjugated, strict=True))
         kept = "a" if _cut(self.spec)[0] == "a" else "b"  # JAX's a is the library's b
         found = extents(self.local, a.shape, b.shape)
@@ -159,14 +161,14 @@ def _no_ticket() -> jax.Array:
 
 
 def _every(x: jax.Array, i: int, count: int, dimension: int, nparts: int) -> jax.Array:
-    """Cuts each of the `nparts` parts of x along a dimension into `count` chunks; returns chunks i, joined."""
+    """Cuts each of `nparts` parts of x along `dimension` into `count` chunks. Returns chunk i of all parts, joined."""
     before, after = x.shape[:dimension], x.shape[dimension + 1 :]
     split = x.reshape(*before, nparts, count, -1, *after)
     return lax.index_in_dim(split, i, dimension + 1, keepdims=False).reshape(*before, -1, *after)
 
 
 def _interleaved(chunks: Sequence[jax.Array], dimension: int, nparts: int) -> jax.Array:
-    """Inverts `_every`: joins its results for all i to x."""
+    """Inverts `_every`: returns x from its results for all i."""
     before, after = chunks[0].shape[:dimension], chunks[0].shape[dimension + 1 :]
     split = [x.reshape(*before, nparts, -1, *after) for x in chunks]
     return jnp.concatenate(split, dimension + 1).reshape(*before, -1, *after)

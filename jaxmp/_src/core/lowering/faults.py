@@ -32,7 +32,8 @@ def of_gelu(spec: MatmulSpec) -> str:
 
 
 def of_epilog(spec: MatmulSpec) -> str:
-    """Returns why XLA applies the epilog: a bias gradient, or sums over ranks with the largest gelu_aux."""
+    """Returns why XLA applies the epilog: bgrada and bgradb in float16; over several ranks any bias gradient with a
+    derivative in float64; where ranks sum, bgrada, bgradb and the largest absolute value of gelu_aux."""
     row, out = spec.rule, np.dtype(spec.out_dtype)
     sums_operand = row.gradient in ("bgrada", "bgradb")
     if sums_operand and out == np.float16:

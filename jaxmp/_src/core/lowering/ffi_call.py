@@ -51,8 +51,8 @@ _DTYPES = {
 
 
 def custom_call(operands: Operands, spec: MatmulSpec, devices: tuple[int, ...] = ()) -> Operands:
-    """Returns the results of one custom call, by name, of this device's shards. `devices`: as in `call_attributes`;
-    without them a call of several ranks also gets this device's position in the mesh as an operand."""
+    """Returns the results of one custom call on this device's shards, by name, as JAX has them. `devices`: as in
+    `call_attributes`; without them a call of several ranks has this device's position in the mesh as an operand."""
     native.register()
     a, b, names = operands["a"], operands["b"], spec.output_names
     found = extents(spec, a.shape, b.shape)
@@ -113,9 +113,9 @@ def _final(name: str, spec: MatmulSpec, found: Extents, x: jax.Array) -> jax.Arr
 def _aliases(spec: MatmulSpec) -> dict[int, int]:
     """Returns {place of C among the operands: place of D}: D gets the memory of C, so that a c that is donated, carried
     by a loop or not used again is updated in place. Empty if C is not read or has another type than D. If c is used
-    again or not donated, XLA copies it before the call. Without the alias, XLA copies D after the call if c was
-    donated. Either is one pass over D. Programs with a large C mostly accumulate, so the alias, which also saves
-    memory, is the better choice."""
+    again, or is an argument that is not donated, XLA copies it before the call. Without the alias, XLA copies D after
+    the call if c was donated. Either is one pass over D. Programs with a large C mostly accumulate, so the alias, which
+    also saves memory, is the better choice."""
     if not spec.has_c or spec.beta == 0:  # C is not read, so it is not worth a copy
         return {}
     if np.dtype(spec.c_dtype or spec.out_dtype) != np.dtype(spec.out_dtype):  # C of a float8 result is wider than it
@@ -221,8 +221,8 @@ def mesh_position(axes: tuple[tuple[str, int], ...]) -> jax.Array:
     return cast(jax.Array, mesh_position_p.bind(axes=axes))
 
 
-# Lowers to XLA's partition id inside a shard_map over all axes of the mesh, elsewhere to `lax.axis_index`.
 def mesh_position_rule(ctx: jax_lowering.LoweringContext, *, axes: tuple[tuple[str, int], ...]) -> Any:
+    """Lowers to XLA's partition id inside a shard_map over all axes of the mesh, elsewhere to `lax.axis_index`."""
     mesh = jax_lowering.manual_mesh(ctx)
     if mesh is not None and tuple(mesh.shape.items()) == axes:
         return [stablehlo.partition_id()]

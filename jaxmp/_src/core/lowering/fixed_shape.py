@@ -144,8 +144,8 @@ def _tile_spec(spec: MatmulSpec, is_scaled: bool) -> MatmulSpec:
 
 
 def _with_sums(operands: Operands, spec: MatmulSpec, call: TileCall) -> Operands:
-    """Computes d, and its sums over rows (the bias gradient) as a product of ones and d that is rounded once. The
-    library would round the sums of each tile to d's type."""
+    """Returns the results of a product that also sums d over rows (the bias gradient). The sums are a product of ones
+    and d that is rounded once, because the library would round the sums of each tile to d's type."""
     outputs = matmul(operands, spec.replace(epilog=spec.rule.without_gradient), call)
     d = outputs["d"]
     ones = jnp.ones((1, d.shape[0]), d.dtype)

@@ -69,7 +69,8 @@ class ResolvedCall:
 
     @staticmethod
     def asked(product: RequestedCall) -> RequestedCall | None:
-        """Returns the product of the `inner` call, or None if the form contains no call. May refuse the product."""
+        """Returns the product of the `inner` call, or None if the form contains no call. Raises NotImplementedError for
+        a product that the form refuses."""
         return None
 
     def emit(self, operands: Operands, **where: Any) -> Operands:
@@ -107,7 +108,8 @@ class Tiles(ResolvedCall):
 
 
 class Gathered(ResolvedCall):
-    """Gathers the operands of each rank's part of d and multiplies them locally, in the same cases as `Tiles`. Refuses
+    """Gathers the operands of each rank's part of d and multiplies them locally. Takes products of ranks that
+    communicate, if the order is fixed and the library does not keep one; `decide` takes it in other cases too. Refuses
     an epilog that sums d over rows that are sharded, and scales that cannot be gathered."""
 
     name = "gathered"
@@ -283,7 +285,7 @@ class Xla(ResolvedCall):
         return xla_matmul.matmul(operands, self.spec, platform, product, processes)
 
     def chunks(self) -> deferred.Chunks | None:
-        """Returns the chunks that processes compute one by one, or None if the call is not cut."""
+        """Returns the chunks of a product between processes, or None if it is not cut."""
         count = chunks_of(self)
         if count == 1:
             return None
@@ -315,10 +317,10 @@ def choose(product: RequestedCall, capabilities: Capabilities) -> tuple[type[Res
 def in_library(
     product: RequestedCall, choice: Choice, library: str, capabilities: Capabilities | None = None
 ) -> ResolvedCall:
-    """Resolves the call in the first of FORMS that the library takes, and conjugates operands before the call if the
-    library does not. XLA's form is for a bias gradient of a d without elements, `faults.of_operands`, and extents from
-    2^31 on that hostmp does not take. The latter raise NotImplementedError if the caller asks for a library or a fixed
-    order. `capabilities`: by default the library's."""
+    """Returns the call in the first of FORMS that the library takes. Conjugates a and b before the call where the
+    library does not. The form is `Xla` for a bias gradient of a d without elements, for `faults.of_operands`, and for
+    hostmp if an extent is 2^31 or more. Such an extent raises NotImplementedError if the caller asks for a library or a
+    fixed order. `capabilities`: by default the library's."""
     asked = product.spec
     found = extents(asked, product.a.shape, product.b.shape)
     if library == "host" and max(found.m, found.n, found.k) >= 2**31:

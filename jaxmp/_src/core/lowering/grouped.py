@@ -28,8 +28,9 @@ from jaxmp._src.platform.jax_internals.jax_lowering import mlir
 from jaxmp._src.platform.runtime import native
 
 
-# Returns the rule of `grouped_p`. The forms of a decision are in `decide.Decision`.
 def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
+    """Returns the rule of `grouped_p`. The forms of a decision are in `decide.Decision`."""
+
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: GroupedSpec) -> Any:
         where = decide.in_rule(ctx, platform, spec.mesh, spec.experts)
         decision = decide.grouped(spec, [*ctx.avals_in, *ctx.avals_out], where)
@@ -65,10 +66,10 @@ def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
 def _exchanged(
     memory: SharedMemory, operands: Sequence[jax.Array], spec: GroupedSpec, product: Callable[..., jax.Array]
 ) -> jax.Array:
-    """Multiplies groups of rows in several processes. Each rank collects the rows of its groups, sorted by group and
-    then by rank, so that sums have the bits of one process, and multiplies them by `product`. A contraction returns the
-    rank's own groups. A product of rows returns the rank's own rows, in their order; rows of no group are 0.
-    `operands`: x, w and bounds without their batch dimension."""
+    """Returns the product of groups of rows in several processes. Each rank collects the rows of its groups, sorted by
+    group and then by rank, so that sums have the bits of one process, and passes them to `product`. A contraction
+    returns the rank's own groups. A product of rows returns the rank's own rows, in their order; rows of no group are
+    0. `operands`: x, w and bounds; they and the result have no batch dimension."""
     x, w, bounds = operands
     ranks, m, axes = spec.nranks, x.shape[0], spec.experts
     bounds = memory.all_gather(jnp.clip(bounds, 0, m)[None], axes, 0)  # (ranks, groups + 1)
@@ -95,8 +96,8 @@ def _exchanged(
     return jnp.where((at >= bounds[me, 0]) & (at < bounds[me, -1]), d, 0)
 
 
-# Calls hostmp; ranks of one process that multiply together share the call.
 def _custom_call(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpec) -> jax.Array:
+    """Calls hostmp; ranks of one process that multiply together share the call."""
     native.register()
     n = w.shape[2] if spec.is_transposed else w.shape[-1]
     groups = (bounds.shape[1] - 1) // spec.nranks

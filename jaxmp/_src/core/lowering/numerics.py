@@ -107,8 +107,9 @@ def _scaled(z: jax.Array, operands: Operands) -> jax.Array:
 
 
 def _encoded(name: str, x: jax.Array, dtype: np.dtype, operands: Operands, spec: MatmulSpec) -> Operands:
-    """Returns d or gelu_aux by `name`, rounded to its type. fp8 and fp4 are multiplied by their scale first, or scaled
-    in blocks, which adds "d_out_scale" to the results. They may add the largest absolute value before scaling."""
+    """Returns x, which is d or gelu_aux by `name`, rounded to `dtype`. fp8 and fp4 are multiplied by their scale first,
+    or scaled in blocks, which adds "d_out_scale". If asked for, the largest absolute value before scaling is added
+    too."""
     if not low_precision.is_scaled(dtype):
         return {name: x.astype(dtype)}
     scale, amax = ("scale_d", "amax_d") if name == "d" else ("scale_aux", "gelu_aux_amax")

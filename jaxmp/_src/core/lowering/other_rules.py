@@ -75,6 +75,7 @@ def _collective_roofline(ctx: Any, x: Any, *, kind: str, mesh: Axes, caller: str
 def _roofline_of(
     fn: Callable[..., Any], primitive: jax_compat.Primitive, ctx: Any, operands: Sequence[Any], axes: Axes
 ) -> Any:
+    """Returns JAX's roofline of the operations of `fn`, on shards of a mesh with these axes."""
     jaxpr = jax_rules.jaxpr_on_axes(fn, operands, axes)
     mesh = ctx.mesh or jax.sharding.AbstractMesh(tuple(size for _, size in axes), tuple(name for name, _ in axes))
     pins = {"pin_lhs_in_vmem": ctx.pin_lhs_in_vmem, "pin_rhs_in_vmem": ctx.pin_rhs_in_vmem}

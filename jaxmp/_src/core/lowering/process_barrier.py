@@ -134,9 +134,10 @@ class Site:
     is_in_body: bool  # the call is in a loop or branch
 
     def barrier(self, call: str, fields: Mapping[str, Any], operands: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns `operands` for XLA's collective once every process of this device's group has come to an equal call,
-        or after a short wait (docs/faults.md). `call`: its name for messages. `fields`: values that have to be equal.
-        If a process does not come, or comes with another call, all processes raise an error or end."""
+        """Returns `operands` for XLA's collective, once every process of this device's group has come to an equal call.
+        After a short wait it returns anyway, and the collective waits for the others (docs/faults.md). `call`: its name
+        for messages. `fields`: values that have to be equal. If a process does not come at all, or comes with another
+        call, all processes raise an error or end."""
         native.register()
         position = self.position()
         moved = [wire.as_moved(x) for x in operands]

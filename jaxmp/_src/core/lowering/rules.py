@@ -121,6 +121,8 @@ def _batch(
 
 
 def activation_grad_rule(platform: str) -> jax_lowering.LoweringRule:
+    """Returns the rule that multiplies t by the slope at `aux`: by XLA without a spec, else gelu's by a library."""
+
     def grad(aux: jax.Array, t: jax.Array, *, activation: str, spec: MatmulSpec | None) -> jax.Array:
         if spec is None:
             return multiply_by_slope(activation, aux, t)
@@ -171,8 +173,9 @@ def communicated(
     narrow: Narrow = WIDE,
 ) -> jax.Array:
     """Applies a collective of `kind` to `x`, which keeps its type. At a `site` it goes through shared memory if the
-    site has it (for sums, if it can sum the type); if not, after the site's barrier. "wait" is the barrier alone.
-    Floats of 8 bits are summed in float32. `narrow` is compared at the site, but not applied."""
+    site has it (for sums, if it can sum the type); if not, XLA's collective follows the site's barrier. Without a site
+    it is XLA's. "wait" is the barrier alone, or nothing without a site. Floats of 8 bits are summed in float32.
+    `caller`: the function to name in messages. `narrow` is compared at the site, but not applied."""
     is_wait, sums = kind == "wait", kind in ("psum", "reduce_scatter")
     memory, dtype, name = None, x.dtype, "reshard" if is_wait else kind
     if sums and low_precision.is_narrow_float(dtype):
@@ -192,6 +195,8 @@ def communicated(
 def reshard_rule(
     ctx: jax_lowering.LoweringContext, x: Any, *, mesh: Mesh, have: P, spec: P, is_explicit: bool, platform: str
 ) -> Any:
+    """Places a global array as `have` and then as `spec`, in a type that XLA can move."""
+
     def lower(x: jax.Array) -> jax.Array:
         def move(x: jax.Array) -> jax.Array:
             return place(place(x, mesh, have, is_explicit=is_explicit), mesh, spec, is_explicit=is_explicit)

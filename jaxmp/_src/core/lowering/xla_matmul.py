@@ -55,9 +55,9 @@ def matmul(
     processes: Processes | None = None,
 ) -> Operands:
     """Returns the results by name from one device's shards. `local_product(a, b, spec)` returns op(a) @ op(b), without
-    alpha, of the operands that one device has gathered, in the accumulator's type; by default XLA does. Ignored for
-    block-cyclic shards, and for fp8 and fp4 with scales or between processes. `processes`: None if no barrier is
-    needed. Returns without a barrier if an operand is empty."""
+    alpha, of the operands that one device has gathered, in the accumulator's type; by default XLA does. It is not
+    called for block-cyclic shards, for fp8 and fp4 with scales, and for fp8 and fp4 between processes. `processes`:
+    None if no barrier is needed. If an operand is empty, no collective or barrier runs before the epilog."""
     a, b = operands["a"], operands["b"]
     wide, is_mixed = low_precision.operand_type(a.dtype, b.dtype), low_precision.is_mixed(a.dtype, b.dtype)
     compute = precisions.compute_type(spec.precision, wide, platform)
@@ -187,7 +187,7 @@ def gather_for_part(spec: MatmulSpec, operands: Operands, platform: str) -> Oper
 
 def _gathers_scales(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> bool:
     """True if scales can be gathered with their operands: both are of the tensor, or one operand is gathered along one
-    dimension and a shard of it has whole blocks there. False on other grids of blocks."""
+    dimension and a shard of it has whole blocks there. A grid that gathers both operands needs scales of the tensor."""
     modes = dict(zip("ab", (spec.scales.a, spec.scales.b), strict=True))
     if all(map(low_precision.is_of_tensor, modes.values())):
         return True
@@ -230,8 +230,8 @@ def _scales_of_part(spec: MatmulSpec, operands: Operands, all_gather: Gather) ->
     return operands if moved else _gather_scales(spec, operands, all_gather)
 
 
-# Returns (a, b) with each gathered as far as this rank's part of d needs it, but never along a k that ranks sum over.
 def _gather_operands(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: Gather) -> tuple[jax.Array, jax.Array]:
+    """Returns (a, b), gathered as far as this rank's part of d needs it, but never along a k that ranks sum over."""
     if spec.distributions:
         return _gather_cyclic(spec, a, b, all_gather)
     if spec.group.nranks == 1:  # XLA would copy

@@ -51,6 +51,7 @@ def _front(x: jax.Array, dim: int | None) -> jax.Array:
 def matmul_batch_rule(
     args: Sequence[jax.Array], dims: BatchDims, *, spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[int | None]]:
+    """Returns (the results, their batch dimensions) by the first way of the table above that is possible."""
     if spec.rule.gradient:
         return _split_gradient(args, dims, spec)
     names = spec.names
@@ -99,7 +100,7 @@ def _crosses_blocks(spec: MatmulSpec, a_is_batched: bool, b_is_batched: bool) ->
 def _split_bias(
     args: Sequence[jax.Array], dims: BatchDims, spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[int | None]]:
-    """Computes the product without bias, so that batched weights fold into columns; then adds it and rounds once."""
+    """Computes the product without bias, so that batched weights fold into columns; adds the bias and rounds once."""
     a, b, bias = args
     plain = spec.bilinear(out_dtype=accumulator(low_precision.operand_type(a.dtype, b.dtype)))
     if dims[1] is None:
@@ -117,7 +118,7 @@ def _split_gradient(
     args: Sequence[jax.Array], dims: BatchDims, spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[int | None]]:
     """Sums each element's bias gradient outside the call, so that the call's rows can be folded. The gradient has no
-    batch if the matrix that it sums has none. Refuses determinism="topology"."""
+    batch if the matrix that it sums has none. Raises NotImplementedError in the global order."""
     if spec.global_order:
         raise spec.level.mesh_refusal(
             f"has no epilog {spec.epilog.name} under vmap, because XLA completes its sums",
@@ -154,6 +155,7 @@ def _folds(spec: MatmulSpec, name: str) -> bool:
 def activation_grad_batch_rule(
     args: Sequence[jax.Array], dims: BatchDims, *, activation: str, spec: MatmulSpec | None
 ) -> tuple[jax.Array, int]:
+    """Folds the batch into the rows of `aux` and `t`."""
     size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
     aux, t = (
         jnp.broadcast_to(x[None], (size, *x.shape)) if dim is None else _front(x, dim)
@@ -220,8 +222,9 @@ def batched_transpose_rule(cts: Sequence[Any], *operands: Operand, spec: MatmulS
 def batched_batch_rule(
     operands: Sequence[jax.Array], dims: BatchDims, *, spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[int]]:
-    """Makes the new batch the first dimension of one equation and of its results if all operands have it. Otherwise
-    each index of the existing batch maps over the new one, which is the second dimension of the results."""
+    """Maps a batch of products over a new batch. If all operands have the new one, it becomes the first dimension of
+    one equation and of the results. Otherwise each index of the old one maps over it, and it is the results' second
+    dimension."""
     batched = [dim for dim in dims if dim is not None]
     if len(batched) == len(operands):
         outputs = bind_operands(spec.replace(batch=spec.batch + 2), *map(_front, operands, dims))

@@ -65,6 +65,7 @@ _TRANSPOSED = {
 def _collective_abstract_eval(
     x: jax.core.ShapedArray, *, kind: str, mesh: Axes, axis_name: Dim, dimensions: tuple[int, ...], **params: Any
 ) -> jax.core.ShapedArray:
+    """Returns the type of the result: its shape, and the axes that it varies over."""
     shape, varying, sizes = list(x.shape), x.manual_axis_type.varying, dict(mesh)
     nranks = math.prod(sizes[axis] for axis in axis_name)
     if kind in ("reduce_scatter", "all_to_all"):
@@ -82,6 +83,8 @@ def _collective_abstract_eval(
 def _collective_transpose(
     ct: jax.Array, x: Operand, *, kind: str, axis_name: tuple[str, ...], dimensions: tuple[int, ...], **params: Any
 ) -> list[Tangent]:
+    """Returns the cotangent of x by the collective of `_TRANSPOSED`. A psum without check_vma has a psum instead, and a
+    gather to a result that does not vary has the rank's own part of the cotangent."""
     if kind == "all_gather_invariant":
         return [own_part(ct, dimensions[0], axis_name)]
     # Without varying types, the cotangent of a psum's operand is the sum of the cotangents of all ranks.
@@ -108,6 +111,7 @@ reshard_p = jax_compat.make_primitive("jaxmp_reshard", multiple_results=False)
 def _reshard_batch_rule(
     operands: Any, dims: Any, *, have: P, spec: P, is_explicit: bool, **params: Any
 ) -> tuple[jax.Array, int]:
+    """Leaves the batch dimension whole on explicit axes, and unconstrained on others."""
     (x,), (batch,) = operands, dims
     free = None if is_explicit else P.UNCONSTRAINED
     with_batch = []
@@ -162,7 +166,7 @@ def all_gather(
     x: jax.Array, axes: Dim, *, axis: int, to: str = "varying", source_line: str = "", narrow: Narrow = WIDE
 ) -> jax.Array:
     """Returns the tiled `lax.all_gather` along `axis`, by `collective_p` if `_is_ours`. `to`: "varying" or "invarying",
-    as in lax; without check_vma it is "varying". `narrow` is only recorded."""
+    as in lax; "varying" without check_vma. `source_line`: the call to name in messages. `narrow` is only recorded."""
     to = to if jax_compat.is_vma_checked() else "varying"
     if _is_ours(x):
         kind = "all_gather" if to == "varying" else "all_gather_invariant"
@@ -184,8 +188,9 @@ def gather(x: jax.Array, axes: tuple[str, ...], axis: int, to: str = "varying") 
 
 @jax.named_scope("jaxmp_narrow_gather")
 def narrow_gather(axes: Dim, x: jax.Array, axis: int, source_line: str, to: str, *, narrow: Narrow) -> jax.Array:
-    """Returns the tiled `lax.all_gather` of `x`, in its type, after rounding to the type `narrow[0]` by blocks with a
-    scale. Its gradient crosses in `narrow[1]` if `to` is "varying". None does not round, nor does a single rank."""
+    """Returns the tiled `lax.all_gather` of `x`, in its type. Each rank first rounds `x` to the type `narrow[0]`, by
+    blocks with a scale, unless `narrow[0]` is None or there is a single rank. The gradient crosses in the type
+    `narrow[1]`, unless this is None or `to` is "invarying"."""
     (dtype, of_gradient), nranks = narrow, lax.axis_size(axes)
     gathered = functools.partial(all_gather, axes=axes, to=to, source_line=source_line, narrow=narrow)
 
@@ -243,8 +248,8 @@ def pmax(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.A
 
 
 def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") -> jax.Array:
-    """Makes the type of `x` vary over `axes` too; returns `x` if it does. Moves nothing. Its transpose is a psum over
-    the axes that are new and not reduced."""
+    """Makes the type of `x` vary over `axes` too, which moves nothing; returns `x` if it varies over all of them. The
+    transpose is a psum over the axes that are new and not reduced."""
     if reduced := tuple(sorted(jax_compat.reduced_axes(x) & frozenset(axes))):
         x = lax.pcast(x, reduced, to="varying")  # its transpose moves nothing
     missing = tuple(axis for axis in sorted(axes) if axis not in jax_compat.varying_axes(x))
@@ -258,7 +263,8 @@ def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") 
 
 
 def cast_reduced(operands: Operands, axes: Collection[str] = ()) -> Operands:
-    """Makes operands that are reduced over an axis vary over it, if it is in `axes` or any operand varies over it."""
+    """Returns the operands by name. An operand that is reduced over an axis is made to vary over this axis, if the axis
+    is in `axes` or any operand varies over it."""
     reduced = {name: jax.typeof(x).manual_axis_type.reduced for name, x in operands.items()}
     if not any(reduced.values()):
         return dict(operands)

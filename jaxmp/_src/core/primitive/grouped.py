@@ -110,7 +110,8 @@ def grouped(spec: GroupedSpec, x: jax.Array, w: jax.Array, bounds: jax.Array) ->
 
 
 def type_of(x: Any, w: Any) -> np.dtype:
-    """Returns the common type of x and w in their product; a cotangent may have the wider type of sums."""
+    """Returns the common type of x and w in their product, because one that is a cotangent may have the type of
+    sums."""
     if low_precision.is_mixed(x.dtype, w.dtype):
         return low_precision.operand_type(x.dtype, w.dtype)
     with jax.numpy_dtype_promotion("standard"):
@@ -161,8 +162,8 @@ def jvp_rule(
     return d, sum(terms[1:], terms[0]) if terms else ad.Zero(jax.typeof(d).to_tangent_aval())
 
 
-# Sums the cotangent of an operand that serves a whole batch over it, and refuses that at "topology".
 def transpose_rule(ct: Tangent, x: Any, w: Any, bounds: jax.Array, *, spec: GroupedSpec) -> list[Tangent | None]:
+    """Sums the cotangent over the batch if the operand served the whole batch; refuses this sum at "topology"."""
     of_x = ad.is_undefined_primal(x)
     aval: Any = (x if of_x else w).aval
     if isinstance(ct, ad.Zero):
@@ -187,6 +188,7 @@ def transpose_rule(ct: Tangent, x: Any, w: Any, bounds: jax.Array, *, spec: Grou
 def batch_rule(
     operands: Sequence[jax.Array], dims: Sequence[int | None], *, spec: GroupedSpec
 ) -> tuple[jax.Array, int]:
+    """Folds the new batch and the batch of the operands into one."""
     pairs = [y[None] if dim is None else jnp.moveaxis(y, dim, 0) for y, dim in zip(operands, dims, strict=True)]
     outer, inner = (next((y.shape[i] for y in pairs if y.shape[i] != 1), 1) for i in (0, 1))
     folded = []

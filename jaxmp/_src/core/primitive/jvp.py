@@ -148,10 +148,11 @@ def _zero_tangent(x: jax.Array) -> ad.Zero:
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
-# Returns alpha*dA@B + alpha*A@dB + beta*dc + dbias, without zero terms; None if all are zero. `like`: an array as d.
 def _preactivation_tangent(
     primals: Sequence[jax.Array], tangents: Sequence[Tangent], spec: MatmulSpec, like: jax.Array
 ) -> jax.Array | None:
+    """Returns alpha*dA@B + alpha*A@dB + beta*dc + dbias without zero terms; None if all are zero. `like`: the result
+    d."""
     (a, b, *_), (ta, tb, *rest) = primals, tangents
     textra = dict(zip(spec.operand_names, rest, strict=True))
     product = spec if spec.is_bilinear else spec.bilinear()

@@ -69,7 +69,8 @@ def dots_saveable(primitive: jax_compat.Primitive, *args: Any, **params: Any) ->
 
 
 def saves_products(policy: Callable[..., Any], primitive: jax_compat.Primitive, *args: Any, **params: Any) -> Any:
-    """Asks a `jax.checkpoint` policy about a primitive; products, except of groups, are shown as `lax.dot_general`."""
+    """Returns a checkpoint policy's answer about a primitive; products, except of groups, are shown as
+    `lax.dot_general`."""
     if primitive not in PRODUCTS:
         return policy(primitive, *args, **params)
     front = params["spec"].batch
@@ -190,7 +191,7 @@ def is_own_jit(eqn: Any) -> bool:
 
 
 def by_batch(one: Rule, of_batch: Rule) -> Rule:
-    """Returns a rule: `one` for a product, `of_batch` for a batch, with the spec of an index of its first axis."""
+    """Returns a rule: `one` for a product, `of_batch` for a batch, with a spec that has one batch dimension less."""
 
     def rule(*args: Any, spec: MatmulSpec) -> Any:
         return of_batch(*args, spec=spec.replace(batch=spec.batch - 1)) if spec.batch else one(*args, spec=spec)
@@ -321,7 +322,7 @@ def summed_over(spec: MatmulSpec) -> frozenset[str]:
 
 
 def activated_matmul_parts(t: jax.Array, *rest: jax.Array, spec: MatmulSpec, activation: str) -> jax.Array:
-    """Computes `activated_matmul` as an activation gradient and a product."""
+    """Computes `activated_matmul` as an activation gradient and a product. `rest`: ([tbias], aux, w)."""
     *bias, aux, w = rest
     t = t + bias[0][None, :] if bias else t
     return bind(spec, activation_grad(activation, aux, t, spec), w)["d"]

@@ -65,8 +65,8 @@ def summed_over(
     call: MatmulSpec, left: jax.Array, right: jax.Array, summed: tuple[str, ...], layout: Layout
 ) -> tuple[MatmulSpec, jax.Array, jax.Array]:
     """Returns (call, left, right) of the all-reduced product that sums the local product `call` over the mesh axes
-    `summed`. Only in global order, it sums over them in the order of `layout`, and first gathers rows that ranks hold
-    interleaved and slices each rank's contiguous part of them."""
+    `summed`. In the global order, it sums over them in the order of `layout`. If ranks hold interleaved rows, left and
+    right are gathered, and each rank slices its contiguous part of the rows. Otherwise left and right are unchanged."""
     if not call.global_order:
         return call.summed_over(summed), left, right
     layout = tuple((extent, tuple(axis for axis in axes if axis in summed)) for extent, axes in layout)

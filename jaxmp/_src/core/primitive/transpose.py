@@ -99,9 +99,9 @@ def group_of_a(spec: MatmulSpec) -> Group:
 def cotangents_of_b_and_bias(
     ct: jax.Array, a: jax.Array, b: ad.UndefinedPrimal, bias: ad.UndefinedPrimal | None, *, spec: MatmulSpec
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the cotangents of b and of a bias that is added to the rows of d; the latter is None if the call of b's
-    cannot compute it, or if there is no bias. dB = alpha * A^T @ t: a grid for a grid, otherwise local, on the gathered
-    rows of A or t."""
+    """Returns the cotangents of b and of a bias that is added to the rows of d. The latter is None if there is no bias,
+    or if the product of b's cotangent cannot sum it. dB = alpha * A^T @ t: a grid for a grid, otherwise local, on the
+    gathered rows of A or t."""
     product = spec.contraction
     group = spec.group if product.is_grid else spec.ungrouped().group
     if product.is_reduced:
@@ -167,9 +167,10 @@ def _product_and_sums(
     layout: row_order.Layout,
     bias: ad.UndefinedPrimal | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (the product `call` of `left` and `right`, the cotangent of `operand`, in the operand's type; the
-    cotangent of `bias`, or None if the call cannot sum it). Under check_vma, sums the product over axes that left or
-    right varies over and the operand does not. `layout`: the layout of the contraction in the global array."""
+    """Returns (the cotangent of `operand`, in its type; the cotangent of `bias`, or None if there is none or the call
+    cannot sum it). The first is the product `call` of `left` and `right`; under check_vma it is summed over the axes
+    that one of these varies over and the operand does not. `layout`: the layout of the contraction in the global array.
+    Raises as `_check_ordered` does."""
     common = low_precision.operand_type(left.dtype, right.dtype)
     if not low_precision.is_mixed(left.dtype, right.dtype):
         # float32 cotangents of 16-bit operands, even if the user's promotion rules are strict
@@ -207,9 +208,10 @@ def _product_and_sums(
 def _gradient_epilog(
     forward: MatmulSpec, call: MatmulSpec, left: jax.Array, right: jax.Array, bias: ad.UndefinedPrimal
 ) -> Epilog:
-    """Returns the epilog with which the product of a weight gradient also computes the bias gradient, or NONE. The call
-    must sum over exactly the ranks on which t differs and the bias does not. Under check_vma=False the call must not
-    sum over ranks, because shard_map sums the results of all ranks."""
+    """Returns the epilog with which the product of b's gradient also computes the bias gradient, or NONE if it cannot.
+    The call must sum over exactly the ranks on which t differs and the bias does not. Under check_vma=False shard_map
+    sums the results of all ranks, so the forward call must gather or be local. NONE unless the call `completes_sums`. A
+    grid with b stored transposed has NONE, and every grid under check_vma=False."""
     if not completes_sums(call):
         return Epilog.NONE
     is_transposed = forward.transpose_b  # then t is the left operand, transposed
@@ -226,7 +228,7 @@ def _gradient_epilog(
 
 def _check_ordered(spec: MatmulSpec, call: MatmulSpec, summed: tuple[str, ...]) -> None:
     """Raises NotImplementedError if a gradient in the global order would be a sum over ranks outside our calls: under
-    check_vma=False on several ranks, and for an operand of a grid that is equal along an axis."""
+    check_vma=False on several ranks, and for an operand of a grid that is equal along axes (`summed` is not empty)."""
     if not spec.is_typed and math.prod(size for _, size in spec.group.mesh) > 1:
         raise spec.level.mesh_refusal(
             "has no gradients under shard_map with check_vma=False, where JAX itself sums the cotangents over ranks",

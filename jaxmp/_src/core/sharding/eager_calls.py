@@ -28,7 +28,8 @@ kept, kept_traced = (jax_compat.cache_in_context(CAPACITY)(lambda key: list[Any]
 
 
 def operands_of(request: Request) -> dict[str, Any]:
-    """Returns the operands of a request by name; {} if `epilog_inputs` is not a dict, or has the name a, b or c."""
+    """Returns the operands of a request by name; c and epilog inputs only if it has them. {} if `epilog_inputs` is
+    neither None nor a dict, or has the name a, b or c."""
     given = {"a": request.a, "b": request.b} if request.c is None else {x: getattr(request, x) for x in "abc"}
     inputs = request.epilog_inputs
     if inputs is None:
@@ -77,7 +78,8 @@ def _entry(cache: Callable[[Hashable], Entry], types: list[Any], values: tuple[A
 
 
 def find_on_one_device(request: Request, operands: Sequence[Any], *static: Any) -> Entry | None:
-    """Returns the cache's entry for an einsum of these operands, as `look_up` does; None unless `is_on_one_device`."""
+    """Returns the cache's entry for an einsum of these operands; a new entry is empty. None unless `is_on_one_device`,
+    with arguments without a hash, and in a job of several processes."""
     if native.has_barrier or not is_on_one_device(request, operands):
         return None
     return _entry(kept, [(x.aval, x.sharding) for x in operands], _OF_CONTRACTIONS(request) + static)
@@ -102,7 +104,7 @@ def is_simple(*operands: Any) -> bool:
 
 
 def run(entry: Entry | None, call: Callable[..., Any], *operands: Any) -> Any:
-    """Runs `call(*operands)`. An entry that is empty keeps `call`, compiled as a whole; a filled one runs instead."""
+    """Returns `call(*operands)`. Fills an empty entry with the jitted `call`. A filled entry runs instead of `call`."""
     if entry is None:
         return call(*operands)
     if not entry:

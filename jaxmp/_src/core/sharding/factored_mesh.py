@@ -53,8 +53,8 @@ def _ends(axes: Mapping[str, int]) -> list[int]:
 
 
 def _runs(tiles: np.ndarray) -> list[list[Run]]:
-    """Returns for each dimension the runs that may divide it, slowest first. `tiles`: an array of the positions that
-    hold each tile, along its last dimension."""
+    """Returns the runs that may divide each dimension, slowest first: (distance between positions, distance after which
+    they repeat). `tiles`: an array of the positions that hold each tile, along the last dimension."""
     first = tiles.min(-1)
     return [_runs_of(np.moveaxis(first, i, -1).reshape(-1, n)[0].tolist()) for i, n in enumerate(first.shape)]
 
@@ -103,8 +103,8 @@ def _tiles(dims: Dims, axes: Mapping[str, int], shape: Shape) -> np.ndarray:
 
 
 def _dividing(dims: Dims, shape: Shape, axes: Mapping[str, int]) -> Dims:
-    """Returns for each dimension the most of its first axes that divide its extent. XLA pads for others, and a call
-    must not see padding."""
+    """Returns for each dimension the longest beginning of its axes that divides its extent. XLA pads for others, and a
+    call must not see padding."""
 
     def first(dim: Dim, extent: int) -> Dim:
         return next(dim[:i] for i in range(len(dim), -1, -1) if extent % size_of(axes, dim[:i]) == 0)

@@ -60,11 +60,10 @@ class Layers:
 
 
 def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, axis_name: AxisName | None) -> Layers:
-    """Plans both products. `in_shardings` are of x and both weights; the second request's a is not known yet.
-    `axis_name`: an axis of the enclosing shard_map that gathers x and scatters y, or None.
-
-    Raises ValueError for a vector x and for `in_shardings` other than a triple, and NotImplementedError for float8 and
-    float4 operands, for int8 x and first weight, and for an unreduced hidden layer."""
+    """Plans both products. `first` has the `in_shardings` of x and both weights, and the hidden layer's sharding as its
+    `out_sharding`; `second` has no a yet. `axis_name`: a manual axis that gathers x and scatters y, or None. Raises
+    ValueError for a vector x and for `in_shardings` other than a triple, and NotImplementedError for float8 and float4
+    operands, if both x and the first weight are int8, and for an unreduced hidden layer."""
     (one, other), x, w_out, ins = labels, first.a, second.b, first.in_shardings
     if getattr(x, "ndim", 0) == 1:
         raise InvalidValue(f"x must have at least 2 dimensions, got 1 (shape {tuple(x.shape)}); pass x[None]")
@@ -128,11 +127,9 @@ def validated_layer(request: Request, group: Group) -> tuple[MatmulSpec, dict[st
 
 
 def _with_hidden(label: Label, placement: meshes.Placement) -> meshes.Placement:
-    """Returns the placement with the hidden layer's sharding as the result's; a given one is kept.
-
-    By default w_in's axes are on columns, and x's other axes on rows. Raises ValueError if x and w_in both shard the
-    contraction, because the result is ambiguous.
-    """
+    """Returns the placement with a sharding of the result, the hidden layer; returns `placement` if it already has one.
+    The columns have w_in's axes, and the rows have x's other axes. Raises ValueError if x and w_in both shard the
+    contraction, because the result is ambiguous."""
     a, b, out = placement.lie
     if out is not None:
         return placement

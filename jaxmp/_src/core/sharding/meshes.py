@@ -67,7 +67,7 @@ def on_automatic_axes(
     run: Callable[[Operands], jax.Array], placement: Placement, dims: Dims
 ) -> Callable[[Operands], jax.Array]:
     """Wraps `run` so that explicit axes of the mesh are automatic inside, and XLA partitions over them. The result is
-    sharded as `placement.out_sharding`, or else as `dims`. Returns `run` itself if the mesh has no explicit axes."""
+    sharded as `placement.out_sharding`, or as `dims` if that is None. Returns `run` itself if no axis is explicit."""
     kinds = zip(placement.mesh.axis_names, placement.mesh.axis_types, strict=True)
     axes = tuple(axis for axis, kind in kinds if kind == AxisType.Explicit)
     if not axes:
@@ -120,7 +120,7 @@ def place(request: Request, out_shape: Shape) -> Placement:
     """Returns where a requested call runs. Inside shard_map: MANUAL if all axes of several devices are manual, else
     XLA. Outside: SHARDED with `in_shardings`; XLA if the mesh mixes explicit and automatic axes, or vmap maps over a
     sharded dimension; SHARDED on explicit axes; otherwise AUTO. Raises ValueError for `in_shardings` inside shard_map,
-    in a MANUAL call for any sharding or mesh, and for shardings or meshes that do not fit together."""
+    for any sharding or mesh of a MANUAL call, and for shardings or meshes that do not fit together."""
     a, b, mesh, out_sharding = request.a, request.b, request.mesh, request.out_sharding
     manual = manual_mesh()
     if manual is not None and free_axes(manual):
@@ -188,7 +188,8 @@ def _mixed_mesh(request: Request) -> options.Mesh | None:
 
 def _left_to_xla(mesh: options.Mesh, out_shape: Shape, out_sharding: Any, why: str) -> Placement:
     """Returns the placement of a product that XLA partitions because of `why`. Raises ValueError if the result cannot
-    have `out_sharding`: manual axes, explicit next to automatic axes, or axes that do not divide it."""
+    have `out_sharding`: manual axes, explicit next to automatic axes, axes that do not divide it, another mesh. A
+    partial sharding (`is_partial`) is left to JAX to check."""
     if out_sharding is None:
         return Placement(Mode.XLA, out_shape, mesh, why=why)
     _check_mesh("{out_sharding}", out_sharding, mesh)
@@ -214,7 +215,8 @@ def _left_to_xla(mesh: options.Mesh, out_shape: Shape, out_sharding: Any, why: s
 
 
 def _from_in_shardings(request: Request, out_shape: Shape) -> Placement:
-    """Returns the SHARDED placement on the request's mesh, else a NamedSharding's, else the ambient mesh."""
+    """Returns the SHARDED placement on the request's mesh, else a NamedSharding's, else the ambient mesh. Raises
+    ValueError if `in_shardings` are not a pair, and without a mesh."""
     in_shardings, out_sharding, mesh = request.in_shardings, request.out_sharding, request.mesh
     if not isinstance(in_shardings, tuple | list) or isinstance(in_shardings, P) or len(in_shardings) != 2:
         raise InvalidValue(
@@ -258,7 +260,8 @@ def _sharded(
     out_sharding: Any,
     out_shape: Shape,
 ) -> Placement:
-    """Returns the SHARDED placement; `dims`: the shardings of (a, b). Only explicit axes may be unreduced in d."""
+    """Returns the SHARDED placement; `dims`: the shardings of (a, b). Raises NotImplementedError for a d that is to be
+    unreduced over automatic axes."""
     _check_mesh("{out_sharding}", out_sharding, mesh)
     if out_sharding is None:
         return Placement(Mode.SHARDED, out_shape, mesh, is_explicit, (*dims, None))
@@ -339,7 +342,8 @@ def type_spec(x: jax.Array) -> P:
 
 
 def of_one_row(sharding: Any) -> Any:
-    """Returns the sharding of x[None], a matrix of one row, from x's; of a tuple or list, it changes the first one."""
+    """Returns the sharding of x[None], a matrix of one row, from x's. Changes the first sharding of a tuple or list.
+    Returns other values as they are."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, of_one_row(sharding.spec))
     if isinstance(sharding, P):
@@ -355,7 +359,7 @@ def is_partial(sharding: Any) -> bool:
 
 def _spec(argument: str, sharding: Any, tagged: Collection[str] = ()) -> P:
     """Returns a user's sharding as a PartitionSpec, P() for None. Raises TypeError for other types, and
-    NotImplementedError for unreduced or reduced axes that are not in `tagged`."""
+    NotImplementedError for unreduced or reduced axes, except for the axes in `tagged`."""
     if isinstance(sharding, NamedSharding):
         sharding = sharding.spec
     if sharding is None:

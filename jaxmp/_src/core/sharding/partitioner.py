@@ -72,8 +72,9 @@ def explaining(*, stops: bool) -> Iterator[set[str]]:
 
 
 def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
-    """Plans a product, or a batch of them, with the shardings that XLA proposes. a, b and d lose the axes of the batch,
-    axes of columns that would pad a relu mask, and at "topology" the axes of rows if there is a bias gradient of d."""
+    """Plans a product, or a batch of them, with the shardings that XLA proposes: returns (the function of shards, the
+    operands' shardings, the results'). a, b and d lose the axes of the batch, axes of columns that would pad a relu
+    mask, and at "topology" the axes of rows if there is a bias gradient of d."""
     mesh, dims = factored(mesh, [*args[:2], results[0]])
     front, (rows, columns) = dims[2][: spec.batch], dims[2][spec.batch :]
     left_out: Dim = sum(front, ())
@@ -149,9 +150,9 @@ def _place(
 
 
 def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpec], str]) -> LoweringRule:
-    """Returns a lowering rule. It is `on_shards` on shards, and if XLA's partitioner does not choose the pattern. Other
-    global arrays get a call that XLA partitions, with this `sharding_rule`, except that XLA itself multiplies batches
-    (unless a library is asked for) and symbolic extents (if one is asked for, they are refused)."""
+    """Returns a lowering rule. On shards, and for a settled spec, it is `on_shards`. Global arrays get a call that XLA
+    partitions by this `sharding_rule`, with two exceptions: XLA itself multiplies batches (unless a library is asked
+    for) and symbolic extents. If a library is asked for symbolic extents, the rule raises NotImplementedError."""
 
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec, **params: Any) -> Any:
         spec = spec.settled()

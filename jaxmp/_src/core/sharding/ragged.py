@@ -106,7 +106,7 @@ class RaggedCall:
 
 def bounds_of(sizes: jax.Array, offset: jax.Array | None, m: int, groups: int) -> jax.Array:
     """Returns the first row of each group and the end of the last: of the `groups` groups from number `offset` on, or
-    of all if it is None. Sizes are clamped to 0 ... m, and their sums too."""
+    of all if it is None. Groups that do not exist are empty. Sizes are clamped to 0 ... m, and their sums too."""
 
     bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), _ends(sizes, m)])
     if offset is None:
@@ -163,10 +163,11 @@ def split_call(
     unreduced: Dim,
 ) -> RaggedCall:
     """Returns a call: the ranks of each axis split the index that `choose` returns, if the axis divides the index. The
-    ranks of `spec.experts` split rows and groups. The sum over `unreduced` is deferred.
+    ranks of `spec.experts` split rows and groups. The sum over `unreduced` is deferred. Raises as `_call_of` does.
 
-    `choose` takes the index along which an axis shards each array, or "". `arrays` has the operands by name, and the
-    result last: the indices and the sharding of each array, or None for an array that enters as it is split.
+    `choose` has a parameter for each array with a sharding: the index along which an axis shards the array, or "".
+    `arrays` has the operands by name, and the result last: the indices and the sharding of each array, or None for an
+    array that enters as it is split.
     """
     mesh, lie = where[0].shape, [(indices, dims) for indices, dims in arrays.values() if dims is not None]
     axes = _axes_of(mesh, choose, extents, lie, spec.experts)
@@ -186,7 +187,7 @@ def _axes_of(
     experts: Dim,
 ) -> dict[str, Dim]:
     """Returns the axes that split each index, slowest first: if they divide it, the axes that `choose` gives it, and
-    for "m" and "g" also `experts`."""
+    for "m" and "g" also `experts`. `lie`: the indices and the sharding of each array."""
     axes: dict[str, Dim] = {}
     roles = [{axis: index for index, dim in zip(*each, strict=True) for axis in dim} for each in lie]
     splits = {axis: choose(*(role.get(axis, "") for role in roles)) for axis in set().union(*roles)}
@@ -209,8 +210,9 @@ def _call_of(
     result: tuple[str, Dims],
     unreduced: Dim = (),
 ) -> tuple[RaggedCall, Dims]:
-    """Returns the call without a frame, and the sharding of its result. `axes`: the axes that split each index. Raises
-    as `check_order` for all but `experts` and deferred sums, and ValueError if no sum is over an `unreduced` axis."""
+    """Returns the call without a frame, and the sharding of its result. `axes`: the axes that split each index.
+    `result`: the result's indices and wanted sharding. Raises as `check_order` does, except for `experts` and axes of
+    deferred sums. Raises ValueError if the call has no sum over an `unreduced` axis."""
     experts = spec.experts
     split = dict.fromkeys(sum(axes.values(), ()))
     # A split of an index that the result does not have leaves terms: partial sums or, for g, zeros.

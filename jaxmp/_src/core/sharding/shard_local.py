@@ -143,7 +143,7 @@ def _with_order(plan: Contraction, spec: MatmulSpec, a: jax.Array) -> MatmulSpec
 
 
 def gathered(axes: Dim, x: jax.Array, dimension: int, source_line: str, to: str = "invarying") -> jax.Array:
-    """Gathers an operand because the shardings require it. Over one device, a `to` of "varying" returns it as it is."""
+    """Gathers an operand because the shardings require it. Returns it as it is over one device if `to` is "varying"."""
     if to == "varying" and lax.axis_size(axes) == 1:
         return x
     with jax.named_scope("jaxmp_all_gather"):

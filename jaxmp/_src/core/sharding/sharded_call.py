@@ -41,9 +41,7 @@ from jaxmp._src.platform.runtime.types import ArrayType, Operands, Shape
 @dataclasses.dataclass(frozen=True)
 class ManualCall:
     """A call on the shards of the enclosing shard_map. `dimension`: the dimension of a that is gathered or scattered.
-
-    `numbers`, here and in other calls: the dimension numbers, unless the product is a product of matrices.
-    """
+    `numbers`, here and in other calls: the dimension numbers, or None for a product of matrices."""
 
     spec: MatmulSpec
     numbers: DimensionNumbers | None = None
@@ -119,7 +117,8 @@ Results = jax.Array | tuple[jax.Array, Operands]
 def product(
     request: Request, entry: eager_calls.Entry | None = None, given: Mapping[str, Any] | None = None
 ) -> Results:
-    """Returns the result of `jaxmp.matmul`. Fills the call's `entry` of `eager_calls`, for operands `given` by name."""
+    """Returns the result of `jaxmp.matmul`. Fills the call's `entry` of `eager_calls` if there is one, for operands
+    `given`."""
     conversion, of_call = converted(request)
     spec, operands, shape = validated(of_call)
     call = make_call(spec, meshes.place(request, shape), operands)
@@ -162,8 +161,8 @@ def _result(outputs: Operands) -> Results:
 
 def group_on_axes(pattern: Pattern, rows: Any, cols: Any = (), *, outside: str) -> Group:
     """Returns the group of these axes, which share a product inside shard_map. `cols`: the axes along a grid's columns.
-    Raises ValueError for unknown axes, if not all axes of several devices are manual, and outside shard_map, with the
-    advice `outside`."""
+    Raises ValueError for unknown axes, if not all axes of several devices are manual, and outside shard_map (with the
+    advice `outside`), and TypeError for axes that are not names."""
     mesh = meshes.manual_mesh()
     if mesh is None:
         raise InvalidValue(
@@ -190,7 +189,7 @@ def make_call(
     spec: MatmulSpec, placement: meshes.Placement, operands: Operands, numbers: DimensionNumbers | None = None
 ) -> Call:
     """Returns the call of this spec on operands with this placement: ManualCall, ShardedCall, PartitionedCall (AUTO) or
-    XlaCall. Raises for options that it does not take."""
+    XlaCall. Raises for options that this call does not take."""
     if placement.mode == meshes.Mode.XLA:
         check_left_to_xla(spec, placement.why)
         return XlaCall(spec, numbers, placement.constraint, placement.out_sharding)
@@ -233,8 +232,8 @@ def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
 
 
 def check_deferred(spec: MatmulSpec, axes: Dim) -> None:
-    """Raises NotImplementedError if a call with a sum deferred over `axes` asks for more than the product and its
-    scales: c, an epilog, or an amax."""
+    """Raises NotImplementedError if a call with a sum deferred over `axes` asks for more than the product and scales of
+    a and b: c, an epilog, an all-reduce, or an amax."""
     beside = [each for each in (*spec.operand_names, *spec.output_names[1:]) if each not in ("scale_a", "scale_b")]
     if beside or spec.epilog or spec.asks_all_reduce:
         raise NotAvailable(
@@ -277,8 +276,7 @@ def planned_call(
 
 
 def _takes_narrow(spec: MatmulSpec, operands: Operands) -> bool:
-    """True if b is to be rounded before it is gathered: `comm` asks for it, b has floats of 16 or 32 bits, and no
-    extent is symbolic."""
+    """True if `comm` asks to round b before its gather, b has floats of 16 or 32 bits, and no extent is symbolic."""
     extents = (*operands["a"].shape, *operands["b"].shape)
     is_wide = operands["b"].dtype.name in low_precision.WIDE and all(isinstance(extent, int) for extent in extents)
     return any(spec.comm.narrow) and is_wide
@@ -315,9 +313,7 @@ def planned(
 
 def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
     """Returns the sharding of an operand or result: the shardings of the dimensions that it shares with d, a or b.
-
-    Exception: in a group all ranks hold the whole of bgrada, or of bgradb if the call takes b as its first operand.
-    """
+    Except that all ranks of a group hold the whole of bgrada, or of bgradb if the call takes b as its first operand."""
     found = spans(spec, name)
     if name in ("a", "b", "scale_a", "scale_b"):
         operand: Dims = getattr(plan.layout, name[-1])
@@ -370,11 +366,9 @@ def _compiled(call: Call, conversion: Conversion, types: tuple[tuple[str, np.dty
 def _of_empty(
     call: ShardedCall, run: Callable[[Operands], Operands], operands: Operands
 ) -> tuple[Callable[[Operands], Operands], Operands]:
-    """Returns the body and operands of a call with an empty d or nothing to contract. `run`: the body of other calls.
-
-    XLA cannot partition a body with only empty operands, nor the gradient of a body that uses only empty operands. The
-    body therefore makes an empty a or b itself. It returns zeros for an empty d, unless sums of operands are not empty.
-    """
+    """Returns (body, operands) of a call with an empty d or nothing to contract. `run`: the body of other calls. XLA
+    cannot partition a body with only empty operands, nor the gradient of a body that uses only empty operands. So the
+    body makes an empty a or b itself. It returns zeros for an empty d, unless sums of operands are not empty."""
     mesh, layout = call.frame.mesh, call.plan.layout
     empty = {name: x for name, x in operands.items() if name in ("a", "b") and 0 in x.shape}
 

@@ -17,8 +17,8 @@ from jaxmp._src.platform.runtime.types import Shape
 
 @functools.lru_cache(maxsize=4096)
 def to_dims(argument: str, spec: PartitionSpec, ndim: int, mesh: tuple[str, ...] | None) -> Dims:
-    """Converts a user's PartitionSpec as `as_dims` does. Raises ValueError if it has more entries than dimensions, or
-    if axes are not in the mesh or are used twice."""
+    """Converts a user's PartitionSpec as `as_dims` does. Raises ValueError if it has more entries than dimensions or an
+    entry that does not name axes, and for axes that are used twice or not in `mesh` (None: any axes)."""
     if len(spec) > ndim:
         raise InvalidValue(f"the sharding of {argument}, {spec}, has {len(spec)} entries for {ndim} dimensions")
     used: set[str] = set()
@@ -72,8 +72,9 @@ def lying(
     mesh: Mapping[str, int],
     unreduced: Dim = (),
 ) -> Contraction:
-    """Returns `product` with these shardings of (a, b, d); None for d means the default of `lax.dot_general`. Raises if
-    axes do not divide `shapes`, or if d's `unreduced` axes are not the axes of the contraction in both operands."""
+    """Returns `product` with these shardings of (a, b, d), and with d's deferred axes `unreduced`. None for d means the
+    default of `lax.dot_general`. Raises ValueError if axes do not divide `shapes`, and ShardingTypeError if the default
+    is ambiguous, or if `unreduced` are not the axes of the contraction in both operands."""
     a, b, out = lie
     layout = Layout(a, b, _default_result(product, a, b) if out is None else out)
     for argument, dims, shape in zip(("{a}", "{b}", "the result"), layout, shapes, strict=True):
@@ -90,8 +91,8 @@ def lying(
 
 
 def _default_result(product: Contraction, a: Dims, b: Dims) -> Dims:
-    """Returns the default sharding of a result, as in `lax.dot_general`: the batch and the free dimensions of a and b
-    keep their shardings. Raises ShardingTypeError if the result is ambiguous."""
+    """Returns the default sharding of a result, as in `lax.dot_general`: the batch is sharded as in a, and the free
+    dimensions of a and b as in their operand. Raises ShardingTypeError if the result is ambiguous."""
     of_a, of_b = dict(zip(product.a, a, strict=True)), dict(zip(product.b, b, strict=True))
     for index in product.batch:
         if of_a[index] and of_b[index] and of_a[index] != of_b[index]:
