@@ -21,9 +21,12 @@ from jaxmp._src.platform.runtime.types import Shape
 def check_epilog(
     request: Request, spec: MatmulSpec, shape: Shape, bias_dtype: np.dtype
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Checks a request's epilog and inputs for d of `shape`; returns (spec fields, inputs by name in the call's types).
+    """Checks a request's epilog and its inputs for a d of `shape`. Returns ({"epilog", "asks_all_reduce"}, inputs by
+    name, the bias in `bias_dtype`). The ALLREDUCE bit becomes the field `asks_all_reduce`.
 
-    ALLREDUCE becomes the field `asks_all_reduce`. `check_relu_aux` checks the columns of a relu_aux, by the pattern.
+    Raises ValueError for no epilog, and for missing, unknown or wrongly shaped inputs. Raises TypeError for wrong types
+    of inputs, and for an activation with a complex result. Raises NotImplementedError for an epilog that the operands'
+    types or flags exclude. The columns of a relu_aux depend on the pattern; `check_relu_aux` checks them.
     """
     out, epilog, epilog_inputs = spec.out_dtype, request.epilog, request.epilog_inputs
     try:
@@ -73,8 +76,9 @@ def _epilog_of(value: Any) -> str:
 
 
 def _check_summed_operand(spec: MatmulSpec, epilog: Epilog, ndim_a: int) -> None:
-    """Raises NotImplementedError for BGRADA unless a is stored (k, m), and for BGRADB unless b is stored (k, n):
-    cuBLASMp sums no others. Raises ValueError for BGRADA of an a with more than 2 dimensions."""
+    """Raises NotImplementedError for BGRADA unless `transpose_a`, and for BGRADB if `transpose_b`, because cuBLASMp
+    sums a stored as (k, m) and b stored as (k, n) only. Raises ValueError for BGRADA if a does not have 2
+    dimensions."""
     for summed, which, flag, stored in ((Epilog.BGRADA, "a", True, "(k, m)"), (Epilog.BGRADB, "b", False, "(k, n)")):
         if epilog == summed and getattr(spec, f"transpose_{which}") != flag:
             raise NotAvailable(
@@ -88,6 +92,8 @@ def _check_summed_operand(spec: MatmulSpec, epilog: Epilog, ndim_a: int) -> None
 
 
 def _check_bias(bias: Any, out_dtype: np.dtype, shape: Shape) -> Any:
+    """Returns the bias in `out_dtype`. Raises unless it is an array of the result's columns, of a type that promotes to
+    `out_dtype`."""
     argument = "{bias}"
     check_array(argument, bias, ndim=1)
     if bias.shape[0] != shape[-1]:
@@ -99,6 +105,7 @@ def _check_bias(bias: Any, out_dtype: np.dtype, shape: Shape) -> Any:
 
 
 def _check_relu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
+    """Returns `aux`. Raises unless it is uint8 with the rows of the result, of any number of bytes."""
     if getattr(aux, "dtype", None) != np.uint8:
         raise InvalidType(
             f"relu_aux must be the uint8 array that a RELU_AUX epilog returned, got "
@@ -112,8 +119,8 @@ def _check_relu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
 
 
 def check_relu_aux(operands: dict[str, Any], columns: int, per_shard: int) -> None:
-    """Raises ValueError for a relu_aux in `operands` without the bytes for `columns` of d, `per_shard` of them on each
-    device, where a row's bits are padded to 16 bytes."""
+    """Raises ValueError if `operands` has a relu_aux with another number of bytes a row than for `columns` of d,
+    `per_shard` of them on each device. In each shard a row's bits are padded to a multiple of 16 bytes."""
     if "relu_aux" not in operands:
         return
     shards = columns // per_shard if per_shard else 1
@@ -135,7 +142,8 @@ def _check_gelu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
 
 
 def check_all_reduce(spec: MatmulSpec) -> MatmulSpec:
-    """Returns the spec with `asks_all_reduce` off. ValueError if it was on and several ranks have another pattern."""
+    """Returns the spec with `asks_all_reduce` off. Raises ValueError if it was on and the pattern does not sum the
+    ranks' products on every rank, unless there is only one rank."""
     if not spec.asks_all_reduce:
         return spec
     group, product = spec.group, spec.contraction
@@ -150,7 +158,8 @@ def check_all_reduce(spec: MatmulSpec) -> MatmulSpec:
 
 
 def check_gathered_scales(spec: MatmulSpec, why: str) -> None:
-    """Raises NotImplementedError if a or b has scales of blocks and `determinism` is not "run_to_run"; says `why`."""
+    """Raises NotImplementedError if a or b has scales of blocks and `determinism` is not "run_to_run". `why`: a part of
+    the message."""
     if spec.fixed_reduction_order and not low_precision.BLOCK.keys().isdisjoint((spec.scales.a, spec.scales.b)):
         raise spec.level.refusal(
             f"takes scales of whole tensors and rows only {why}; got scaling.a of {spec.scales.a}, scaling.b of "
