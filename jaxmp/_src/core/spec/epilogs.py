@@ -53,8 +53,7 @@ class EpilogRule:
     activation. `derivative`: z is multiplied by the derivative of this activation, which is computed from the input
     `aux_input`; without it, None and "". `gradient`: the name of the result of BGRAD, BGRADA or BGRADB, or "";
     `without_gradient` is the epilog that omits it. `inputs`, `outputs`: the names of the operands after a, b and c, and
-    of the results after d, in order.
-    """
+    of the results after d, in order."""
 
     activation: str | None
     has_bias: bool

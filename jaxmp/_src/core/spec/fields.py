@@ -15,8 +15,7 @@ def to_fields(x: Any) -> dict[str, Any]:
     """Returns the fields of a frozen dataclass that differ from their defaults, as JSON values by name.
 
     A nested dataclass becomes a dictionary of this kind, a tuple a list, an enumeration its value, a type {"dtype":
-    name}, and a complex number {"complex": [real, imaginary]}. Numbers, strings and None stay.
-    """
+    name}, and a complex number {"complex": [real, imaginary]}. Numbers, strings and None stay."""
     values = ((field, getattr(x, field.name)) for field in dataclasses.fields(x))
     return {field.name: _plain(value) for field, value in values if value != field.default}
 

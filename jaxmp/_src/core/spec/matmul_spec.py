@@ -56,8 +56,7 @@ class Group(Parts):
 
     `mesh` holds every mesh axis as (name, size), since nothing ambient may matter later. `row_axes` are the group's
     axes, except on a grid: there the rows of every stored matrix are sharded over `row_axes` and the columns over
-    `col_axes`.
-    """
+    `col_axes`."""
 
     pattern: Pattern = Pattern.LOCAL
     mesh: tuple[tuple[str, int], ...] = ()

@@ -145,8 +145,7 @@ class Exchange:
 
     `send[s, t]`: the local indices, in process s, of what s sends to t, padded with the number of its local indices.
     `take[t]`: for each local index of process t, its position in the parts that t receives, concatenated by sender;
-    padding is the length of the concatenation.
-    """
+    padding is the length of the concatenation."""
 
     send: np.ndarray
     take: np.ndarray

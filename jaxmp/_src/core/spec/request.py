@@ -55,8 +55,7 @@ class Request(NamedTuple):
     """One call as the user wrote it, with the argument names of `matmul` and the defaults of every public function.
 
     `function`: the name for messages, as "mlp (x @ w_in)". `takes_transposed`: the function has the options
-    `transpose_a` and `transpose_b`. `first_operand_is_b`: as in `MatmulSpec`.
-    """
+    `transpose_a` and `transpose_b`. `first_operand_is_b`: as in `MatmulSpec`."""
 
     function: str
     a: Any

@@ -29,8 +29,7 @@ def converted(request: Request, *, are_rows: bool | None = None, is_lax: bool = 
     `scaling`, if a or b is not an array of numbers, and if `result_types.conversion` returns None.
 
     `are_rows`: both operands are stored along the contraction, as kernels of 8 bits and fewer take them; by default the
-    flags decide. `is_lax`: the result has the type of `lax.dot_general`, not of `jnp.matmul`.
-    """
+    flags decide. `is_lax`: the result has the type of `lax.dot_general`, not of `jnp.matmul`."""
     a, b, preferred, precision = request.a, request.b, request.preferred_element_type, request.precision
     if preferred is not None:
         preferred = operand_checks.check_preferred(preferred)
@@ -78,8 +77,7 @@ def validated(
 
     `group`: the ranks that share the product; then the operands and d are a rank's. Alpha and beta that are arrays
     become operands "alpha" and "beta", with 1 in the spec. Products of integers ignore `determinism`, because any order
-    gives their sums.
-    """
+    gives their sums."""
     a, b, c = request.a, request.b, request.c
     operand_checks.check_array("{a}", a, at_least=2)
     operand_checks.check_array("{b}", b, ndim=2)
@@ -168,8 +166,7 @@ def check_scalar(argument: str, value: Any, out_dtype: np.dtype) -> Any:
 
     Raises TypeError for a bool, a longer array or another type, for a complex value with a real result, and for a
     fraction with an integer result (except a JAX scalar, which is truncated). Raises ValueError for a number beyond the
-    range of the integers that are summed, or of float64.
-    """
+    range of the integers that are summed, or of float64."""
     if isinstance(value, np.generic | np.ndarray) and np.ndim(value) == 0:
         value = value.item()
     if isinstance(value, jax.Array) and value.ndim == 0 and value.dtype != np.bool_:

@@ -37,8 +37,7 @@ def resolve_comm_options(result: DTypeLike, operand: DTypeLike, comm: CommOption
     becomes None. `result`, `operand`: the types of D and of a and b.
 
     Raises TypeError or ValueError for types and values that no pattern takes, and NotImplementedError for `weights` or
-    `gradients` at a `level` with a fixed order. `check_comm_options` checks what depends on the pattern.
-    """
+    `gradients` at a `level` with a fixed order. `check_comm_options` checks what depends on the pattern."""
     if comm is None:
         return CommOptions()
     if not isinstance(comm, CommOptions):
@@ -89,8 +88,7 @@ def check_comm_options(spec: MatmulSpec, columns: int, is_settled: bool = True, 
 
     Always refuses `weights` and `gradients`, which a call that takes them has removed. Does not check the algorithm of
     a known pattern where cuBLASMp may run on GPUs, because the library does. `is_settled`: the pattern is known; if
-    not, refuses all that not every pattern takes. `has_mesh`: a mesh is known; if not, messages say so.
-    """
+    not, refuses all that not every pattern takes. `has_mesh`: a mesh is known; if not, messages say so."""
     comm, pattern = spec.comm, spec.group.pattern
     if comm == CommOptions():
         return

@@ -26,8 +26,7 @@ def check_epilog(
 
     Raises ValueError for no epilog, and for missing, unknown or wrongly shaped inputs. Raises TypeError for wrong types
     of inputs, and for an activation with a complex result. Raises NotImplementedError for an epilog that the operands'
-    types or flags exclude. The columns of a relu_aux depend on the pattern; `check_relu_aux` checks them.
-    """
+    types or flags exclude. The columns of a relu_aux depend on the pattern; `check_relu_aux` checks them."""
     out, epilog, epilog_inputs = spec.out_dtype, request.epilog, request.epilog_inputs
     try:
         if isinstance(epilog, bool):

@@ -37,8 +37,7 @@ def public(fn: F) -> F:
     Arguments with `__jax_array__` become arrays. TypeErrors of unknown or too many arguments have a remedy. Refusals
     get the names of function and operands, and JAX's error about incompatible devices the operands and devices.
     Tracebacks hide jaxmp's frames. `**options: Unpack[...]` is replaced in the signature by keywords of `Request`, one
-    by one. A call first registers rules that `when_imported` was given.
-    """
+    by one. A call first registers rules that `when_imported` was given."""
     signature = _signature(fn)
     parameters = signature.parameters
     operands = dict(zip("ab", parameters, strict=False))

@@ -67,8 +67,7 @@ class Conversion:
 
     `steps`: a and b are converted to these types, one after the other. `result`: the call's preferred_element_type, or
     None. `out`: the type that the user gets; None if it is the call's result, which follows from what is added.
-    `is_weak`: the user's result is weakly typed. `are_weak`: both operands are weakly typed.
-    """
+    `is_weak`: the user's result is weakly typed. `are_weak`: both operands are weakly typed."""
 
     steps: tuple[np.dtype, ...] = ()
     result: np.dtype | None = None
@@ -82,8 +81,7 @@ class Conversion:
         a and b are converted to each type of `steps`. Before that a weakly typed a or b becomes strongly typed, if both
         are weak or `out` is another type. c and the bias are converted to `result` if their type has no kernel; they
         stay if `result` is None, if they are int8, and if they are floats and `result` is not. Other operands are
-        returned unchanged.
-        """
+        returned unchanged."""
         if name in ("c", "bias"):  # in the call's type where JAX promotes its own with no other
             if self.result is None or x.dtype.name in RESULT_TYPES or x.dtype == _INT8:
                 return x
@@ -123,8 +121,7 @@ def conversion(
 
     `types`: of a, b, and each array that is added. `preferred`: the user's preferred_element_type. `asked`: (the
     epilog, whether an implementation is asked for). `kind`: (whether operands are stored as kernels of 8 bits and fewer
-    take them, whether the result has the type of `lax.dot_general` instead of `jnp.matmul`).
-    """
+    take them, whether the result has the type of `lax.dot_general` instead of `jnp.matmul`)."""
     a, b, *added = map(_Typed, types)
     dtypes, are_weak, (are_rows, is_lax) = (a.dtype, b.dtype), a.weak_type and b.weak_type, kind
     try:
@@ -196,8 +193,7 @@ def of_call(types: Types, preferred: np.dtype | None, has_scaling: bool) -> Call
     Without `preferred`, D gets the type that JAX promotes the product and what is added to, if kernels of the product
     give it, else the operands' type. With `preferred`, D has this type; integers are multiplied in it too, and a mixed
     pair in its wide type. For operands of 8 bits and fewer see `_of_low_precision`. Raises NoPromotion or NoKernel for
-    types that have no product.
-    """
+    types that have no product."""
     a, b, *added = map(_Typed, types)
     both = a.dtype, b.dtype
     mixes = is_mixed(*both) and not has_scaling
@@ -285,8 +281,7 @@ def _steps(a: np.dtype, b: np.dtype, out: np.dtype, precision: lax.DotAlgorithmP
 
     Instead of int32 it is int8, and instead of float32 bfloat16, if this holds all numbers of both operands. Two types
     of float8 stay, and so does a pair of a type of 8 bits or fewer with one of 16 or 32, because kernels decode the
-    narrow operand.
-    """
+    narrow operand."""
     steps: tuple[np.dtype, ...] = ()
     wide = operand_type(a, b)
     overflows = wide == np.float16 and "float8_e8m0fnu" in (a.name, b.name)  # if JAX converts it
@@ -323,8 +318,7 @@ def _of_kernel(
     as `_of_int8`.
 
     `given`: the operands' type after `_steps`, or the wide one of two. `low`: types of results that kernels of 8 bits
-    and fewer have, or (). `asked`: as in `conversion`.
-    """
+    and fewer have, or (). `asked`: as in `conversion`."""
     has_kernel, (epilog, has_implementation) = given.name in RESULT_TYPES, asked
     if given == _INT8:
         return _of_int8(out, epilog, has_implementation)

@@ -144,8 +144,7 @@ def _check_modes(modes: dict[str, str], out: np.dtype) -> None:
     Raises NotImplementedError unless a and b have one mode other than BLK128, are NONE with SCALAR, or are VEC128 with
     BLK128. Raises it for a result of 8 bits or fewer unless the mode is NONE, SCALAR, VEC16 or VEC32. Raises ValueError
     for a scale of c with other modes than NONE and SCALAR. Raises ValueError for a scale of d unless the result has 8
-    bits or fewer and the mode is NONE, SCALAR or VEC16.
-    """
+    bits or fewer and the mode is NONE, SCALAR or VEC16."""
     a, b = modes["a"], modes["b"]
     tensorwide = {a, b} <= {NONE, SCALAR}
     both_128 = {a, b} == {VEC128} or {a, b} == {VEC128, BLK128}
@@ -181,8 +180,7 @@ def _resolve_aux(
     for float8_e4m3fn, also with a scale and an amax, where cuBLAS supports that (its documentation,
     cublasLtMatmulDescAttributes_t); NotImplementedError for other types. Raises ValueError for options of an aux if
     there is none, or for its scale and amax if it is not float8. `dtypes`: of a, b and d. `given`: the options of the
-    aux, by name.
-    """
+    aux, by name."""
     said = [argument for argument, value in given.items() if value is not None and value is not False]
     if epilog_name not in _GELU_AUX:
         if said:
