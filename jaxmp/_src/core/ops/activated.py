@@ -85,8 +85,7 @@ def plain_dense(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array
 
 def check_spec(spec: MatmulSpec) -> None:
     """Raises NotImplementedError for products after which XLA cannot apply an activation: with `determinism` "batch" or
-    "topology", with a result of integers or of 8 bits and fewer, and float8 or float4 products with a bias of
-    float16."""
+    "topology", a result of integers or of 8 bits and fewer, or float8 or float4 with a bias of float16."""
     if spec.fixed_reduction_order:
         raise NotAvailable(
             f'with {spec.level} activation is "relu" or "gelu", which the library computes; take one of them, or apply '
@@ -113,8 +112,7 @@ def refuse_integers(spec: MatmulSpec) -> None:
 
 
 def activated_call(call: Call, f: Function, operands: Operands) -> jax.Array:
-    """Computes a planned call of `operands` and returns f(d): `f` gets the unrounded d, and its result is rounded to
-    the type of d."""
+    """Computes a planned call of `operands` and returns f(d) in the type of d; `f` gets the unrounded d."""
     result: jax.Array = compiled(jaxmp_activated, f)(call, f, operands)
     return result
 
@@ -136,8 +134,7 @@ def jaxmp_activated(call: Call, f: Function, operands: Operands) -> jax.Array:
 
 def in_type(spec: MatmulSpec, operands: Operands, dtype: np.dtype) -> tuple[MatmulSpec, Operands]:
     """Returns the spec and operands of a product that has the result type `dtype` instead. A bias is converted too,
-    unless the spec has a `bias_dtype`. The options `comm.dtype` and `comm.algorithm` are dropped if they do not fit the
-    type or the pattern."""
+    unless the spec has a `bias_dtype`. Options in `comm` that do not fit the type are dropped (`fit_comm_options`)."""
     if spec.bias_dtype is None and "bias" in operands:
         operands = operands | {"bias": operands["bias"].astype(dtype)}
     return fit_comm_options(spec.replace(out_dtype=np.dtype(dtype))), operands

@@ -174,8 +174,8 @@ def _find_mesh(x: Any, mesh: Mesh | None) -> Mesh:
 
 
 def _find_axes(mesh: Mesh, axes: Any, layout: BlockCyclic) -> Axes:
-    """Returns `axes`, by default all axes of the mesh, as `_as_axes`. Raises ValueError unless they are a pair with the
-    sizes of the layout's grid."""
+    """Returns `axes`, by default the mesh's, as `_as_axes`. Raises ValueError unless they are a pair of the grid's
+    sizes."""
     if axes is None:
         axes = tuple(mesh.axis_names)
     if isinstance(axes, str) or len(axes) != 2:
@@ -364,8 +364,7 @@ def _result(request: Request, product: Contraction) -> tuple[Distributed, Distri
 
 
 def _check_blocks(product: Contraction, matrices: tuple[Distributed, Distributed, Distributed]) -> None:
-    """Raises ValueError unless two matrices that share m, n or k have blocks of one size along it: cuBLASMp's block
-    contract."""
+    """Raises ValueError unless two matrices have blocks of one size along a shared m, n or k (cuBLASMp's contract)."""
     names = "a", "b", "the result"
     for index, one, other in (("k", 0, 1), ("m", 0, 2), ("n", 1, 2)):
         x, y = (matrices[i].layout.block[product.indices[i].index(index)] for i in (one, other))

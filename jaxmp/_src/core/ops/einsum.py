@@ -109,8 +109,7 @@ def contract(
     """Computes `jaxmp.einsum` of `operands`; the request has only the options. `optimize`: a result of `_order`. Raises
     ValueError for `in_shardings` unless there are two operands.
 
-    `jnp.einsum` computes the result of a single operand if the operand or `out_sharding` has unreduced or reduced
-    axes."""
+    `jnp.einsum` computes the result if the only operand or `out_sharding` has unreduced or reduced axes."""
     terms, output = _parse(subscripts, operands)
     out_sharding, in_shardings = request.out_sharding, request.in_shardings
     if in_shardings is not None and len(terms) != 2:
@@ -182,8 +181,8 @@ def _parse(subscripts: Any, operands: tuple[Any, ...]) -> tuple[list[_Term], str
 
 
 def _check_extents(text: str, terms: Sequence[_Term]) -> None:
-    """Raises ValueError if an operand has another number of dimensions than indices, or if one index has two extents
-    other than 1."""
+    """Raises ValueError if an operand has not one dimension for each index, or an index has two extents other than
+    1."""
     found: dict[str, tuple[str, int]] = {}
     for term in terms:
         shape = tuple(term.array.shape)
@@ -347,8 +346,8 @@ def _toward(left: _Term, right: _Term, indices: str, output: str, out_sharding: 
     `out_sharding`.
 
     An index keeps the axes that shard it in an operand, the left one first. An index without axes gets the axes that
-    `out_sharding` has for it, if they shard an index that this product sums. An axis shards the first index only that
-    would get it."""
+    `out_sharding` has for it, if they shard an index that this product sums. An axis goes to the first such index
+    only."""
     spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
     is_explicit = any(meshes.has_explicit_axes(jax.typeof(term.array).sharding.mesh) for term in (left, right))
     if not is_explicit or not isinstance(spec, P):

@@ -205,8 +205,7 @@ def _preactivations(hidden: _Hidden, operands: Operands) -> Preactivations:
 
 
 def _entries(call: ShardedCall) -> dict[str, Entry]:
-    """Returns the shard_map entry of each operand of the call, by name, and also of a bias that the call does not
-    have."""
+    """Returns the shard_map entry of each operand of the call, by name, and of a bias even if the call has none."""
     return dict(call.frame.entries) | {"bias": Entry(meshes.partition_spec((call.plan.layout.d[-1],)))}
 
 

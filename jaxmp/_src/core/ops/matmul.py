@@ -244,8 +244,7 @@ def linear(
 def dense(request: Request, activation: Activation | None) -> Any:
     """Computes `jaxmp.linear`; the request has the bias in `epilog_inputs`, and no epilog. "relu" and "gelu" become the
     epilog, but JAX applies relu if `_wraps`. Other activations are applied to the unrounded product, by XLA. Returns d,
-    or (d, {name: array}) if `scaling` asks for an amax. Calls with "relu", "gelu" or None as `activation` are
-    cached."""
+    or (d, {name: array}) if `scaling` asks for an amax. Caches calls with "relu", "gelu" or None."""
     operands = eager_calls.operands_of(request)
     is_named = activation is None or isinstance(activation, str)
     entry = eager_calls.look_up(request, operands, activation) if is_named else None

@@ -240,8 +240,7 @@ def _planned(layers: Layers, activation: str | Function) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def jaxmp_mlp(mlp: _Mlp, operands: Operands) -> jax.Array:
-    """Computes y: if `mlp.is_fused`, in one shard_map body that is differentiated as a whole, else by a call for each
-    layer."""
+    """Computes y: if `mlp.is_fused`, in one body that is differentiated as a whole, else by a call for each layer."""
     first, second = mlp.calls
     if not mlp.is_fused:
         layer = mlp.first.operands(operands["x"], operands)

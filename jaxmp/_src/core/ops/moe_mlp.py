@@ -107,7 +107,7 @@ def layers(
     each may be missing or None.
 
     `groups` has "sizes" and "offset" (or None) for rows that are sorted by expert. For rows in any order it has
-    "experts" and "gates" instead, both (m, top_k): each row of x goes through its experts, and their results times its
+    "experts" and "gates" instead, both (m, top_k): each row of x goes through its experts, and the results times its
     gates are summed."""
     arrays = {"x": x} | {name: w for name, w in weights.items() if w is not None or name != "w_gate"}
     for name, array in arrays.items():
@@ -234,8 +234,7 @@ def _split(x: str, w_in: str, _: str, w_down: str, d: str, *, is_w_larger: bool,
 
     It is "m" if the axis shards rows of x or d, except if it also shards "g" or "h" of a weight and `is_w_larger`.
     Then, and if it shards no rows, it is that "g" or "h", or "h" if it shards neither. With `keeps_h` h counts as not
-    sharded, and "m" is returned instead of "h". It is never k, because the first products would be summed before the
-    activation."""
+    sharded, and "m" replaces "h". It is never k, because the first products would be summed before the activation."""
     own = next((index for index in (w_in, w_down) if index == "g" or (index == "h" and not keeps_h)), "")
     if "m" in (x, d) and not (own and is_w_larger):
         return "m"

@@ -55,8 +55,7 @@ def gelu_derivative(z: jax.Array) -> jax.Array:
 @gelu_derivative.defjvp
 @jax_compat.as_traced
 def _gelu_derivative_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Multiplies the tangent by the second derivative as one factor: term by term, an infinite tangent would give
-    NaN."""
+    """Multiplies the tangent by one factor, the second derivative: its terms would give NaN for an infinite tangent."""
     (z,), (t,) = primals, tangents
     curve = gelu_second_derivative(z)
     return gelu_derivative(z), t.astype(curve.dtype) * curve
@@ -115,14 +114,12 @@ def parse(activation: Any) -> str | Function | None:
 
 
 def of_jax(found: str | Function | None) -> Any:
-    """Returns `jax.nn.relu` for "relu" and `jax.nn.gelu` for "gelu"; any other result of `parse` is returned
-    unchanged."""
+    """Returns `jax.nn.relu` or `jax.nn.gelu` for "relu" or "gelu"; any other result of `parse` unchanged."""
     return next((f for f, fused in _FUSED_FUNCTIONS if fused == found), found)
 
 
 def is_named(f: Function | None) -> bool:
-    """True if `f` is None or a value of `FUNCTIONS`. Such a function depends on its argument only; a user's function
-    may close over other arrays."""
+    """True if `f` is None or a value of `FUNCTIONS`: a user's function may close over arrays, but these do not."""
     return f is None or any(f is named for named in FUNCTIONS.values())
 
 

@@ -103,7 +103,7 @@ _Ratio = tuple[int, int]
 @functools.lru_cache(maxsize=4096)
 def _factors(product: Contraction, group: Group) -> tuple[tuple[int, int, int], tuple[_Ratio, _Ratio]]:
     """Returns ((how many ranks' shards make up m, k and n of the group), (the ratio of the rows of a rank's d to the
-    rows of its op(A), the ratio of the columns of a rank's d to the columns of its op(B))). A ratio is (numerator,
+    rows of its op(A), the ratio of the columns of a rank's d to the columns of its op(B))). Ratios are (numerator,
     denominator)."""
     size, sharded = group.size, product.sharded
     sizes = size(sharded("a", "m")), size(sharded("a", "k")), size(sharded("b", "n"))

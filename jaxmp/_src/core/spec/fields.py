@@ -55,8 +55,7 @@ def _plain(x: Any) -> Any:
 
 
 def _value(plain: Any, default: Any = None) -> Any:
-    """Inverts `_plain`. `default`: the field's default; a dataclass or an enumeration tells what to build from
-    `plain`."""
+    """Inverts `_plain`. `default`: the field's default, which tells what dataclass or enumeration to build."""
     if dataclasses.is_dataclass(default):
         return from_fields(type(default), plain)
     if isinstance(default, enum.Enum):

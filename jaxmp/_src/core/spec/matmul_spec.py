@@ -55,8 +55,7 @@ class Group(Parts):
     its own.
 
     `mesh` holds every mesh axis as (name, size), since nothing ambient may matter later. `row_axes` are the group's
-    axes, except on a grid: there the rows of every stored matrix are sharded over `row_axes` and the columns over
-    `col_axes`."""
+    axes, except on a grid: there they shard the rows of every stored matrix, and `col_axes` the columns."""
 
     pattern: Pattern = Pattern.LOCAL
     mesh: tuple[tuple[str, int], ...] = ()
@@ -265,8 +264,8 @@ class MatmulSpec(Parts):
         return self.replace(order=dataclasses.replace(self.order, **changes))
 
     def bilinear(self, **changes: Any) -> MatmulSpec:
-        """Returns the same product with `changes`, but without C, epilog, scales, and alpha and beta that are arrays. A
-        static alpha stays."""
+        """Returns the same product with `changes`, without C, epilog, scales and beta, and an alpha that is an
+        array."""
         return self.replace(**(_BILINEAR | changes))
 
     def swapped(self, **changes: Any) -> MatmulSpec:
@@ -285,8 +284,7 @@ class MatmulSpec(Parts):
         return self.regroup(pattern=Pattern.ALL_REDUCE, row_axes=axes)
 
     def settled(self) -> MatmulSpec:
-        """Returns itself if the pattern is known, else (XLA's partitioner would choose it) the same product on one
-        device."""
+        """Returns itself if its pattern is known; if XLA's partitioner would choose it, the product on one device."""
         return self.local() if self.is_unsettled else self
 
     def unsettled(self) -> MatmulSpec:
@@ -294,8 +292,7 @@ class MatmulSpec(Parts):
         return self.replace(group=_UNSETTLED)
 
     def local(self) -> MatmulSpec:
-        """Returns the same product on one device without a mesh. The communication options stay; `fit_comm_options`
-        adjusts them."""
+        """Returns the same product on one device without a mesh. `fit_comm_options` can adjust its options."""
         return self.replace(group=Group())
 
     def plain(self, out_dtype: np.dtype, group: Group = Group()) -> MatmulSpec:
@@ -325,8 +322,7 @@ _BILINEAR = {name: getattr(MatmulSpec, name) for name in _BESIDE}  # the default
 @functools.cache
 def accumulator(dtype: DTypeLike, out: DTypeLike | None = None) -> np.dtype:
     """Returns the type of sums of products of `dtype`: float32 for 16-bit, 8-bit and 4-bit floats, int32 for bool and
-    int8, else `dtype` itself. For int8 with a result type `out` in `WIDE` it is float32, because scales multiply the
-    sums."""
+    int8, else `dtype` itself. For int8 with an `out` in `WIDE` it is float32, because scales multiply the sums."""
     name = np.dtype(dtype).name
     if name == low_precision.INT8 and out is not None and np.dtype(out).name in low_precision.WIDE:
         return np.dtype(np.float32)

@@ -106,8 +106,7 @@ def resolve(precision: Any, operand: DTypeLike, out: DTypeLike) -> str:
 
 
 def _algorithm(name: str) -> lax.DotAlgorithm:
-    """Returns the algorithm that the name of a preset stands for. BF16_BF16_F32_X3: operands of bfloat16, sums in
-    float32, 3 operations."""
+    """Returns the algorithm of a preset's name. BF16_BF16_F32_X3: bfloat16 operands, float32 sums, 3 operations."""
     a, b, sums, times = (name if "_X" in name else f"{name}_X1").split("_")
     return _typed(lax.DotAlgorithm(_DTYPES[a], _DTYPES[b], _DTYPES[sums], num_primitive_operations=int(times[1:])))
 
@@ -169,8 +168,7 @@ def converted_to(asked: lax.DotAlgorithmPreset | None, operand: DTypeLike) -> np
 
 @functools.cache
 def compute_type(asked: str, operand: np.dtype, platform: str = "") -> str:
-    """Returns the compute type of `operand` in the row `asked`, a result of `resolve`; on the platform "cpu" in the row
-    DEFAULT."""
+    """Returns the compute type of `operand` in the row `asked` (from `resolve`); on "cpu" in the row DEFAULT."""
     return _TABLE["DEFAULT" if platform == "cpu" else asked][operand.name]
 
 

@@ -98,8 +98,8 @@ class BlockCyclic:
             raise ValueError(f"BlockCyclic: first={self.first} must be a process of the grid {self.grid}")
 
     def local_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Returns the shape of the largest part of a matrix of `shape` that a process holds. Smaller parts are padded
-        to it."""
+        """Returns the shape of the largest part of a matrix of `shape` that a process holds; others are padded to
+        it."""
         rows, cols = (
             numroc(n, nb, source, source, nprocs)  # the first process holds the most
             for n, nb, source, nprocs in zip(shape, self.block, self.first, self.grid, strict=True)
@@ -133,8 +133,7 @@ class Distributed:
 
 
 def contiguous(shape: tuple[int, int], grid: tuple[int, int]) -> BlockCyclic:
-    """Returns the layout of one block per process. A `PartitionSpec` over the grid shards a matrix the same way if the
-    grid divides `shape`."""
+    """Returns the layout of one block per process, as a `PartitionSpec` over a grid that divides `shape` gives it."""
     rows, cols = (max(1, -(-n // p)) for n, p in zip(shape, grid, strict=True))
     return BlockCyclic(grid, (rows, cols))
 

@@ -62,8 +62,8 @@ def added_arrays(request: Request) -> dict[str, Any]:
 
 
 def types_of(*arrays: Any) -> result_types.Types:
-    """Returns (dtype, whether it is weak) of each array as JAX takes it. A ShapeDtypeStruct keeps a 64-bit type, also
-    where JAX would narrow it."""
+    """Returns (dtype, whether it is weak) in JAX of each array. A ShapeDtypeStruct keeps 64 bits, which JAX may
+    narrow."""
     kinds = ((x, jax.typeof(x)) for x in arrays)
     return tuple((x.dtype if isinstance(x, jax.ShapeDtypeStruct) else t.dtype, t.weak_type) for x, t in kinds)
 
@@ -76,8 +76,8 @@ def validated(
     the call, shape of d). Raises a `Refusal` for what is wrong.
 
     `group`: the ranks that share the product; then the operands and d are a rank's. Alpha and beta that are arrays
-    become operands "alpha" and "beta", with 1 in the spec. Products of integers ignore `determinism`, because any order
-    gives their sums."""
+    become operands "alpha" and "beta", with 1 in the spec. Products of integers ignore `determinism`: any order gives
+    their sums."""
     a, b, c = request.a, request.b, request.c
     operand_checks.check_array("{a}", a, at_least=2)
     operand_checks.check_array("{b}", b, ndim=2)

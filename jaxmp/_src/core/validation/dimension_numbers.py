@@ -57,8 +57,7 @@ def pick(values: Sequence[T], indices: Sequence[int]) -> tuple[T, ...]:
 def parse(dimension_numbers: Any, lhs: ArrayType, rhs: ArrayType) -> DimensionNumbers:
     """Returns the dimension numbers, none of them negative, with the contracted pairs sorted by the dimension of lhs
     and the batch pairs as given. None stands for the numbers of `lax.dot`, if no operand has more than 2 dimensions. An
-    integer stands for a sequence of one. Raises an error that is a TypeError and a ValueError if they do not fit the
-    operands."""
+    integer stands for a sequence of one. Raises a TypeError that is a ValueError if they do not fit."""
     for argument, x in (("{a}", lhs), ("{b}", rhs)):
         operand_checks.check_array(argument, x)
     if dimension_numbers is None and max(len(lhs.shape), len(rhs.shape)) <= 2:  # lax.dot

@@ -76,8 +76,7 @@ def _epilog_of(value: Any) -> str:
 
 def _check_summed_operand(spec: MatmulSpec, epilog: Epilog, ndim_a: int) -> None:
     """Raises NotImplementedError for BGRADA unless `transpose_a`, and for BGRADB if `transpose_b`, because cuBLASMp
-    sums a stored as (k, m) and b stored as (k, n) only. Raises ValueError for BGRADA if a does not have 2
-    dimensions."""
+    sums a stored as (k, m) and b stored as (k, n) only. Raises ValueError for BGRADA if a is not 2-D."""
     for summed, which, flag, stored in ((Epilog.BGRADA, "a", True, "(k, m)"), (Epilog.BGRADB, "b", False, "(k, n)")):
         if epilog == summed and getattr(spec, f"transpose_{which}") != flag:
             raise NotAvailable(
@@ -91,8 +90,7 @@ def _check_summed_operand(spec: MatmulSpec, epilog: Epilog, ndim_a: int) -> None
 
 
 def _check_bias(bias: Any, out_dtype: np.dtype, shape: Shape) -> Any:
-    """Returns the bias in `out_dtype`. Raises unless it is an array of the result's columns, of a type that promotes to
-    `out_dtype`."""
+    """Returns the bias in `out_dtype`. Raises unless it has the result's columns and a type that promotes to that."""
     argument = "{bias}"
     check_array(argument, bias, ndim=1)
     if bias.shape[0] != shape[-1]:
@@ -157,8 +155,7 @@ def check_all_reduce(spec: MatmulSpec) -> MatmulSpec:
 
 
 def check_gathered_scales(spec: MatmulSpec, why: str) -> None:
-    """Raises NotImplementedError if a or b has scales of blocks and `determinism` is not "run_to_run". `why`: a part of
-    the message."""
+    """Raises NotImplementedError if a or b has scales of blocks and `determinism` is not "run_to_run"; says `why`."""
     if spec.fixed_reduction_order and not low_precision.BLOCK.keys().isdisjoint((spec.scales.a, spec.scales.b)):
         raise spec.level.refusal(
             f"takes scales of whole tensors and rows only {why}; got scaling.a of {spec.scales.a}, scaling.b of "

@@ -26,9 +26,8 @@ def check_function(name: str, fn: Any) -> None:
 
 
 def check_array(argument: str, x: Any, ndim: int | None = None, at_least: int | None = None) -> None:
-    """Raises an error that is a TypeError and a ValueError unless `x` is an array of numbers or bools. Raises the same
-    error unless it has `ndim` dimensions and `at_least` so many, where these are given. Raises ValueError if it is in
-    host memory."""
+    """Raises an error that is a TypeError and a ValueError unless `x` is an array of numbers or bools. The same unless
+    it has `ndim` dimensions, and `at_least` so many, if given. Raises ValueError if it is in host memory."""
     if not is_array(x):
         is_numpy = isinstance(x, np.ndarray | np.generic)
         what, of_dtype = (" of numbers", f" of dtype {x.dtype}") if is_numpy else ("", "")
@@ -49,8 +48,7 @@ def check_array(argument: str, x: Any, ndim: int | None = None, at_least: int | 
 
 
 def _as_rank(argument: str, x: Any, ndim: int | None) -> str:
-    """Returns the end of a message: how to get from `x` an array of `ndim` dimensions (None: two or more); "" if
-    nothing is known."""
+    """Returns the end of a message: how to get `ndim` dimensions (None: two or more) from x; "" if nothing is known."""
     if len(x.shape) == 1:
         return f"; pass {argument}[:, None]" if ndim and argument != "{a}" else f"; pass {argument}[None]"
     return "; jaxmp.einsum and jax.vmap take a batch of matrices" if ndim == 2 and len(x.shape) > 2 else ""
@@ -112,8 +110,7 @@ def has_numbers(x: Any) -> bool:
 
 
 def check_dtype(argument: str, value: Any) -> np.dtype:
-    """Returns the dtype that a user names, narrowed to 32 bits if JAX's 64-bit types are off. Raises TypeError if
-    `value` names no dtype."""
+    """Returns the dtype that a user names, of 32 bits if 64-bit types are off. Raises TypeError if there is none."""
     try:
         return jax_compat.canonical_dtype(value, f"{argument}")
     except TypeError:

@@ -155,8 +155,7 @@ def conversion(
 
 def _with_added(given: np.dtype, added: Sequence[_Typed]) -> np.dtype:
     """Returns the type of a product of integers `given` plus `added`. For int8 it is the type that JAX promotes all to,
-    if that is an integer, because sums have 32 bits. Otherwise it is `given`. Raises NoPromotion if JAX does not
-    promote them."""
+    if that is an integer, because sums have 32 bits; otherwise `given`. Raises NoPromotion if JAX does not."""
     try:
         with jax.numpy_dtype_promotion("standard"):  # c has the type of the sums, also if the user's setting is strict
             out = np.dtype(jnp.result_type(given, *added))
@@ -166,8 +165,7 @@ def _with_added(given: np.dtype, added: Sequence[_Typed]) -> np.dtype:
 
 
 def _check_weak(a: _Typed, b: _Typed) -> None:
-    """Called after JAX refused the types. Raises NoKernel if both are integers and one is weak, which JAX would have to
-    narrow."""
+    """Called if JAX refused the types. Raises NoKernel for two integers, one of them weak, which JAX would narrow."""
     if (a.weak_type or b.weak_type) and all(jnp.issubdtype(x.dtype, jnp.integer) for x in (a, b)):
         raise NoKernel(
             f"operands of dtype {jnp.result_type(a, b)} ({{a}} {a.dtype}, {{b}} {b.dtype}) are not supported, "
@@ -262,8 +260,7 @@ def of_jnp(operands: Sequence[Any], preferred: np.dtype | None, added: Sequence[
 
 
 def _of_lax(a: np.dtype, b: np.dtype, preferred: np.dtype | None, precision: lax.DotAlgorithmPreset | None) -> np.dtype:
-    """Returns the type of the result of `lax.dot_general`. Raises TypeError or ValueError for types that it does not
-    take."""
+    """Returns the type of the result of `lax.dot_general`. Raises TypeError or ValueError for types that it refuses."""
     numbers = [jax.core.ShapedArray((), dtype) for dtype in (a, b)]
     params = {"precision": precision, "preferred_element_type": preferred, "out_sharding": None}
     product, _ = lax.dot_general_p.abstract_eval(*numbers, dimension_numbers=(((), ()), ((), ())), **params)

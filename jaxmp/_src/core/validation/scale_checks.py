@@ -54,8 +54,7 @@ def side_dtypes(out: np.dtype, c: ArrayType | None, bias: Any) -> tuple[np.dtype
 
 def check_stored(spec: MatmulSpec, dtype: np.dtype) -> None:
     """Raises ValueError for float8 and float4 operands unless a is stored (m, k) and b (n, k); int8 operands may be
-    stored either way. Raises NotImplementedError for an epilog that is not available for operands of `dtype` and the
-    result."""
+    stored either way. Raises NotImplementedError for an epilog that cuBLAS lacks for `dtype` and the result's type."""
     is_scaled, out = low_precision.is_scaled(dtype), spec.out_dtype
     if is_scaled and (spec.transpose_a or not spec.transpose_b):
         raise InvalidValue(
@@ -79,8 +78,7 @@ def resolve_scales(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns ({"scales", "aux_dtype"}, the spec's fields; scales that are given, as {"scale_a": ...}) for float8 and
     float4 operands, and for two int8 with `scaling`. Returns ({}, {}) for other operands. Raises TypeError for other
-    operands with `scaling`, and TypeError, ValueError or NotImplementedError if scales do not fit operands, result or
-    each other."""
+    operands with `scaling`, and TypeError, ValueError or NotImplementedError if scales do not fit."""
     if scaling is not None and not isinstance(scaling, Scaling):
         raise InvalidType(
             f"scaling must be a jaxmp.Scaling, got {type(scaling).__name__}; pass scaling=jaxmp.Scaling(a=..., b=...)"
@@ -119,8 +117,7 @@ def resolve_scales(
 
 
 def _check_scalar(argument: str, scale: Any) -> str:
-    """Returns the mode SCALAR, or NONE if `scale` is None. Raises ValueError for anything but an array () of
-    float32."""
+    """Returns SCALAR, or NONE if `scale` is None. Raises ValueError for anything but a float32 array ()."""
     if scale is None:
         return NONE
     if getattr(scale, "shape", None) != () or getattr(scale, "dtype", None) != np.float32:
@@ -179,8 +176,8 @@ def _resolve_aux(
     It is the type of d, but for a float8 d the type `c` of c (float16 without c), as in nvmath-python. The user may ask
     for float8_e4m3fn, also with a scale and an amax, where cuBLAS supports that (its documentation,
     cublasLtMatmulDescAttributes_t); NotImplementedError for other types. Raises ValueError for options of an aux if
-    there is none, or for its scale and amax if it is not float8. `dtypes`: of a, b and d. `given`: the options of the
-    aux, by name."""
+    there is none, or for its scale and amax if it is not float8. `dtypes`: of a, b, d. `given`: the options, by
+    name."""
     said = [argument for argument, value in given.items() if value is not None and value is not False]
     if epilog_name not in _GELU_AUX:
         if said:
