@@ -118,7 +118,7 @@ def _transpose(
 
 
 def _batch(operands: Sequence[Any], dims: Sequence[Any], *, function: Function, **params: Any) -> Any:
-    """Returns the results for batched operands, with the batch as dimension 0, and these dimensions."""
+    """Returns (the results for batched operands, their batch dimensions, which are 0)."""
     results = linear_p.bind(*operands, function=jax.vmap(function, dims), **params)
     return results, [0] * len(results)
 

@@ -138,8 +138,8 @@ def out_sharding(aval: Any) -> P | None:
 
 
 def _general(product: Product, level: Level, x: jax.Array, y: jax.Array, options: dict[str, Any]) -> jax.Array:
-    """Multiplies operands of any form by `dot_general`. Under a global order it multiplies as matrices. With a batch it
-    then uses the level "batch", and raises NotAvailable if the contraction is sharded."""
+    """Multiplies operands of any form by `dot_general`. Under a global order it multiplies as matrices if there is no
+    batch; a batch has the level "batch", and raises NotAvailable if the contraction is sharded."""
     one, other = product.x, product.w
     if level.global_order:
         if not one.batch:

@@ -154,8 +154,8 @@ def _received(graph: Graph, i: int) -> int:
 
 
 def _summed(graph: Graph, dot: int) -> int:
-    """Returns the bytes that a rank receives, in a ring (docs/cost.md), in the sum after a product that its call could
-    do."""
+    """Returns the bytes that a rank receives in the sum after a product that its call could do, in a ring
+    (docs/cost.md); 0 if there is none."""
     eqn = collective_after(graph, dot)
     if eqn is None:
         return 0

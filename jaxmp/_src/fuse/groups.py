@@ -139,9 +139,9 @@ def _pair(
 
 
 def _why_left(product: Product, options: Options) -> str | None:
-    """Returns why JAX computes a product (a key of REASONS): "type" for types without a kernel, "batch" or "local".
-    Returns None if it becomes a call: at a level, if ranks communicate and, without a batch, on automatic axes, with
-    relu or gelu, or where XLA is slower."""
+    """Returns why JAX computes a product (a key of REASONS), or None if it becomes a call. "type": integers other than
+    int8. Otherwise it becomes a call at a level, if ranks communicate and, without a batch, on automatic axes, with
+    relu or gelu, or where XLA is slower. "batch", "local": all others, with a batch and without."""
     dtypes = product.lhs.dtype, product.rhs.dtype
     is_int8 = set(dtypes) == {np.dtype("int8")}
     if not is_int8 and not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):

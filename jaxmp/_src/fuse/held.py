@@ -57,7 +57,8 @@ PARTED = {
 
 def is_held(eqn: Any) -> bool:
     """True if `evaluate` evaluates an equation at a level: its primitive is in HELD, and its result is inexact, of 16
-    bits or more. False for a sum of at most one term, and for a scatter without two updates of one element."""
+    bits or more. False for a sum of at most one term, and for a scatter of one update or of updates marked as
+    unique."""
     if eqn.primitive.name not in HELD:
         return False
     aval = eqn.outvars[0].aval

@@ -18,8 +18,8 @@ from jaxmp._src.platform.jax_internals import jax_tracing
 
 
 def find_layers(graph: Graph, products: Sequence[Product], options: Options) -> list[Group]:
-    """Returns a group of each two products with relu or gelu between them and, without a level, of each gated layer.
-    Nothing else may read the hidden layer, and it may not be resharded."""
+    """Returns a group of each two products with relu or gelu between them and, without a level, of each gated layer
+    (with any activation). Nothing else may read the hidden layer, and it may not be resharded."""
     by_result = {product.result: product for product in products if product.c is None}
     groups = []
     for product in products:
@@ -74,8 +74,8 @@ def _layers(products: tuple[Product, ...], between: frozenset[int], options: Opt
 
 
 def _call(products: tuple[Product, ...], options: Options, x: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
-    """Returns [the result] of `mlp` for two products, of `gated_mlp` for three. `arrays`: weights, then biases not
-    None."""
+    """Returns [the result] of `mlp` for two products, of `gated_mlp` for three. `arrays`: the weights, then the biases
+    that there are."""
     first, down = products[0], products[-1]
     weights = [w.astype(product.w.dtype) for product, w in zip(products, arrays, strict=False)]
     rest = iter(arrays[len(products) :])

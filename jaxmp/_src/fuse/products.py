@@ -205,7 +205,8 @@ def _with_transpose(graph: Graph, product: Product) -> Product:
 
 
 def _with_collective(graph: Graph, product: Product, *, manual: bool, factors: bool) -> Product:
-    """Takes in a reshard on explicit axes or, if `manual`, a sum over ranks, with `factors` also those before it."""
+    """Takes in a reshard on explicit axes or, if `manual`, a sum over ranks; with `factors`, also the factors before
+    it."""
     if not manual:
         found = _next(graph, product, "reshard")
         if found is None or not is_explicit(product.result.aval) or not is_explicit(found[1].outvars[0].aval):

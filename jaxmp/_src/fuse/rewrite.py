@@ -39,7 +39,7 @@ class Rewriter:
     def results(self, graph: Graph, known: dict[Any, Any]) -> list[Any]:
         """Returns the results of a graph. `known`: the values of its arguments and constants. Equations that nothing
         reads run too. After the outermost graph, raises NotImplementedError if `strict` and any product, sum or
-        elementwise operation does not keep the level, and warns of operations in `held.PARTED`."""
+        elementwise operation does not keep the level. Under a global order warns of operations in `held.PARTED`."""
         values, results = dict(known), graph.results
         graph = Graph(graph.equations, [*results, *graph.unread()])
         self._depth += 1
@@ -200,8 +200,8 @@ class Rewriter:
             return jax_tracing.evaluate(eqn, operands)
 
     def _equation(self, eqn: Any, operands: Sequence[Any], why: str) -> Sequence[Any]:
-        """Returns the results of an equation that no group replaces and that is not `_is_plain`. `why`: the reason in
-        the name stack of a product that JAX computes, or ""."""
+        """Returns the results of an equation that no group replaces and that is not `_is_plain`. `why`: why JAX
+        computes it, for the name stack of a product; "" if not known."""
         name = eqn.primitive.name
         if name in ("ragged_dot_general", "scaled_matmul_wrapper"):
             results, why = self._of_its_own(eqn, operands)

@@ -109,7 +109,8 @@ def contract(
     """Computes `jaxmp.einsum` of `operands`; the request has only the options. `optimize`: a result of `_order`. Raises
     ValueError for `in_shardings` unless there are two operands.
 
-    `jnp.einsum` computes the result if the only operand or `out_sharding` has unreduced or reduced axes."""
+    If there is one operand, and it or `out_sharding` has unreduced or reduced axes, `jnp.einsum` computes the
+    result."""
     terms, output = _parse(subscripts, operands)
     out_sharding, in_shardings = request.out_sharding, request.in_shardings
     if in_shardings is not None and len(terms) != 2:
@@ -303,7 +304,7 @@ def _between(request: Request, left: _Term, right: _Term, needed: Collection[str
 
 def _multiply(request: Request, left: _Term, right: _Term, output: str) -> jax.Array:
     """Multiplies two operands. The result has the indices `output`, in this order; all others are contracted. The
-    operands are exchanged if only then the result needs no transposition."""
+    operands are exchanged if the result needs no transposition only then."""
     batch = "".join(index for index in output if index in left.indices and index in right.indices)
 
     def given_order(left: _Term, right: _Term) -> str:

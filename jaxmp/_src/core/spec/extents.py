@@ -43,9 +43,9 @@ SPANS = {
 
 
 def spans(spec: MatmulSpec, name: str) -> tuple[Span, ...]:
-    """Returns what each dimension of the operand or result `name` covers, in the stored order (of a and b after their
-    transposition flags), without batch dimensions. A scale of rows has one dimension, a scale of blocks two; a scalar,
-    also a scale of the whole tensor, has none."""
+    """Returns what each dimension of the operand or result `name` covers, in the stored order (for a and b as the flags
+    say), without batch dimensions. A scale of rows has one dimension, a scale of blocks two; a scalar, also a scale of
+    the whole tensor, has none."""
     if name == "a":
         return (_K, _M) if spec.transpose_a else (_M, _K)
     if name == "b":

@@ -133,7 +133,8 @@ class Distributed:
 
 
 def contiguous(shape: tuple[int, int], grid: tuple[int, int]) -> BlockCyclic:
-    """Returns the layout of one block per process, as a `PartitionSpec` over a grid that divides `shape` gives it."""
+    """Returns the layout of one block per process, of sizes rounded up. If the grid divides `shape`, a `PartitionSpec`
+    over the grid gives the same."""
     rows, cols = (max(1, -(-n // p)) for n, p in zip(shape, grid, strict=True))
     return BlockCyclic(grid, (rows, cols))
 

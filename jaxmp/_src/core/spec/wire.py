@@ -43,7 +43,7 @@ def is_widened(dtype: DTypeLike) -> bool:
 
 
 def as_moved(x: jax.Array, platform: str = "", parts: int = 1) -> jax.Array:
-    """Returns `x` in the type that a collective moves, for a collective that cuts the last dimension into `parts`.
+    """Returns `x` in the type that a collective moves; the collective may cut the last dimension into `parts`.
 
     8-bit numbers, but not bool, become uint8. 4-bit floats, and on CPUs 4-bit integers, are packed two to a byte as
     uint8 if each part has whole bytes; if not, they become uint4 on CPUs and stay elsewhere. bfloat16 becomes uint16 on
@@ -66,7 +66,7 @@ def from_moved(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def moved(collective: Callable[[jax.Array], jax.Array], x: jax.Array, platform: str, parts: int = 1) -> jax.Array:
-    """Returns `collective(x)` in x's type, for a collective that only moves data, which gets x as `as_moved` gives it.
+    """Returns `collective(x)` in x's type; the collective, which only moves data, gets x as `as_moved` returns it.
     `parts`: into how many the collective cuts the last dimension."""
     return from_moved(collective(as_moved(x, platform, parts)), x.dtype)
 

@@ -140,7 +140,7 @@ def _check_gelu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
 
 def check_all_reduce(spec: MatmulSpec) -> MatmulSpec:
     """Returns the spec with `asks_all_reduce` off. Raises ValueError if it was on and the pattern does not sum the
-    ranks' products on every rank, unless there is only one rank."""
+    ranks' products on every rank, unless the group (the mesh, if the product does not communicate) has one device."""
     if not spec.asks_all_reduce:
         return spec
     group, product = spec.group, spec.contraction

@@ -97,7 +97,8 @@ class Conversion:
         return x
 
     def of_result(self, result: Any) -> Any:
-        """Converts d to `out`, weakly typed if `is_weak`. Of (d, {name: array}) only d is converted."""
+        """Converts d to `out` (None: d's own type), weakly typed if `is_weak`. Of (d, {name: array}) only d is
+        converted."""
         if isinstance(result, tuple):
             return (self.of_result(result[0]), *result[1:])
         if self.out is None and not self.is_weak:
@@ -222,8 +223,8 @@ def of_call(types: Types, preferred: np.dtype | None, has_scaling: bool) -> Call
 
 def _of_low_precision(a: np.dtype, b: np.dtype, preferred: np.dtype | None, has_scaling: bool) -> np.dtype:
     """Returns the type of D for operands of 8 bits and fewer, which are never promoted: `preferred`. Without it int8
-    gives int32, with scales float32. Raises NoPromotion for other types without `preferred`, and NoKernel for a
-    `preferred` that they do not give; for a pair that is not multiplied, the one or the other."""
+    gives int32, with scales float32. Raises NoPromotion without `preferred` for other types, and NoKernel for a
+    `preferred` that they do not give. A pair that is not multiplied raises the one or the other too."""
     allowed = result_dtypes(a, b, has_scaling)
     if not allowed:
         raise (NoPromotion if preferred is None else NoKernel)(
@@ -277,8 +278,8 @@ def _steps(a: np.dtype, b: np.dtype, out: np.dtype, precision: lax.DotAlgorithmP
     type that `precision` needs, if it does not take theirs; otherwise, if the types differ, `out`, the result's.
 
     Instead of int32 it is int8, and instead of float32 bfloat16, if this holds all numbers of both operands. Two types
-    of float8 stay, and so does a pair of a type of 8 bits or fewer with one of 16 or 32, because kernels decode the
-    narrow operand."""
+    of float8 stay. So does a type of 8 bits or fewer with one of 16 or 32, if a kernel gives `out`, because kernels
+    decode the narrow operand."""
     steps: tuple[np.dtype, ...] = ()
     wide = operand_type(a, b)
     overflows = wide == np.float16 and "float8_e8m0fnu" in (a.name, b.name)  # if JAX converts it
