@@ -100,8 +100,7 @@ def weaker_calls(eqn: Any, level: Level) -> Iterator[Any]:
 
 
 def evaluate(functions: Functions, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Returns an equation's results, its jaxprs run by `functions`. Raises UnknownError unless `_RULES` has the
-    primitive."""
+    """Returns an equation's results, its jaxprs run by `functions`. Raises UnknownError for others than `_RULES`."""
     rule = _RULES.get(eqn.primitive.name)
     if rule is None:
         raise UnknownError(f"{eqn.primitive.name} is left as it is")
@@ -114,6 +113,7 @@ def _jit(functions: Functions, params: dict[str, Any], operands: list[Any], eqn:
 
 
 def _scan(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
+    """Runs a scan with its body rewritten; returns [*carry, *stacked]."""
     consts, carry = jax_compat.scan_counts(eqn)
     body = functions.of(params["jaxpr"])
     fixed, init, xs = operands[:consts], operands[consts : consts + carry], operands[consts + carry :]
@@ -129,6 +129,7 @@ def _scan(functions: Functions, params: dict[str, Any], operands: list[Any], eqn
 
 
 def _while(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
+    """Runs a while loop with its condition and body rewritten; returns the last state."""
     of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts = operands[:of_cond], operands[of_cond : of_cond + of_body]
     cond, body = functions.of(params["cond_jaxpr"]), functions.of(params["body_jaxpr"])
@@ -194,6 +195,7 @@ def _call(functions: Functions, params: dict[str, Any], operands: list[Any], eqn
 
 
 def _shard_map(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
+    """Runs a `shard_map` with its body rewritten, over the axes that the equation makes manual."""
     f = functions.of(params["jaxpr"])
     mapped: Any = jax.shard_map(
         lambda *args: tuple(f(*args)),

@@ -104,8 +104,7 @@ def _is_shared(lhs: Operand, rhs: Operand) -> bool:
 def product_at(graph: Graph, index: int, gathers: frozenset[int], *, epilogs: bool, manual: bool) -> Product:
     """Returns the product of the `dot_general` at `index`, with all operations around it that its call can do.
     `gathers`: indices of the gathers that calls do. `epilogs`: calls also do scales, factors, biases, activations and
-    additions. `manual`: the jaxpr is inside shard_map, where calls may do a sum over ranks; else they may do a
-    reshard."""
+    additions. `manual`: the jaxpr is inside shard_map, so calls may do a sum over ranks; else they may do a reshard."""
     product = bare(graph, index, gathers)
     product = _with_cast(graph, product)
     product = _with_transpose(graph, product)
@@ -183,8 +182,7 @@ def _after(product: Product, i: int, eqn: Any, **changes: Any) -> Product:
 
 # Each `_with` function returns the product itself if the call cannot do the next operation.
 def _with_cast(graph: Graph, product: Product) -> Product:
-    """Takes in a cast of a float32 result to the operands' 16-bit type (the wide one of two): it rounds once either
-    way."""
+    """Takes in a cast of a float32 result to the operands' 16-bit type (the wide one of two): one rounding anyway."""
     found = _next(graph, product, "convert_element_type")
     dtypes = product.lhs.dtype, product.rhs.dtype
     wide = low_precision.operand_type(*dtypes)

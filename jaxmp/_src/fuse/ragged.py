@@ -25,8 +25,7 @@ def is_of_xla(eqn: Any, options: Options) -> bool:
 
 
 def call(eqn: Any, options: Options, operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns [the result of a `ragged_dot_general`] from one call. Raises NotAvailable unless it has the equation's
-    type."""
+    """Returns [the result of a `ragged_dot_general`] from one call. Raises NotAvailable if its type is not JAX's."""
     (lhs, rhs, sizes), aval = operands, eqn.outvars[0].aval
     d = ragged_dot_general(
         lhs,

@@ -83,8 +83,7 @@ def safely(equations: Sequence[Any], analyze: Callable[[], Result]) -> Result | 
 def check_is_fault(error: Exception, equations: Sequence[Any] = ()) -> None:
     """Returns if `error` is a refusal or a fault of jaxmp, so that JAX may run the equations instead. Raises an error
     of a run (a RuntimeError, Warning or FloatingPointError, but no NotImplementedError), and any error but a refusal if
-    one of `equations` has effects: neither effects nor a run that failed, perhaps in one process of several, can be
-    repeated."""
+    one of `equations` has effects. Effects, and a run that failed in one process of several, cannot be repeated."""
     if isinstance(error, Refusal):
         return
     is_of_a_run = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)

@@ -123,8 +123,7 @@ def summable(x: jax.Array, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
 
 
 def centred(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (the scale times a power of two, the inverse power), in float32. The largest number is then near
-    2**24."""
+    """Returns (the scale times a power of two, the inverse), in float32. The largest number is then near 2**24."""
     scale = scale.astype(jnp.float32)
     exponent = jnp.frexp(jnp.max(jnp.abs(lax.stop_gradient(scale)), keepdims=True, initial=0))[1]
     exponent = (exponent - 24).clip(-126, 126)

@@ -130,6 +130,7 @@ Producer = Callable[[Any], Any]
 
 
 def _is_same(eqn: Any, wanted: Any, known: dict[Any, Any], made_by: Producer) -> bool:
+    """True if `eqn` has the primitive, parameters and operands of `wanted`; `known`: values of the template."""
     if eqn.primitive is not wanted.primitive or not _same_params(eqn.params, wanted.params):
         return False
     if len(eqn.outvars) != len(wanted.outvars):

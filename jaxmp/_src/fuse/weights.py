@@ -139,8 +139,7 @@ def _of_gather(graph: Graph, eqn: Any) -> Sequence[Any] | None:
 
 def _is_whole(graph: Graph, scale: Scale, eqn: Any) -> bool:
     """True if each rank holds all that it needs of a scale after a gather. At a reshard the scale has to be sharded
-    like the result. At an all-gather it may not vary along the gathered dimension, and by its type ranks hold the
-    same."""
+    like the result. At an all-gather it may not vary along the gathered dimension or, by its type, between ranks."""
     if eqn.primitive.name == "reshard":
         return scale.is_sharded_as(eqn.outvars[0].aval)
     v = scale.value

@@ -174,8 +174,7 @@ def _find_mesh(x: Any, mesh: Mesh | None) -> Mesh:
 
 
 def _find_axes(mesh: Mesh, axes: Any, layout: BlockCyclic) -> Axes:
-    """Returns `axes`, by default the mesh's, as `_as_axes`. Raises ValueError unless they are a pair of the grid's
-    sizes."""
+    """Returns `axes`, or the mesh's, as `_as_axes`. Raises ValueError unless they are a pair with the grid's sizes."""
     if axes is None:
         axes = tuple(mesh.axis_names)
     if isinstance(axes, str) or len(axes) != 2:

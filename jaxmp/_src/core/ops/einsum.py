@@ -182,8 +182,7 @@ def _parse(subscripts: Any, operands: tuple[Any, ...]) -> tuple[list[_Term], str
 
 
 def _check_extents(text: str, terms: Sequence[_Term]) -> None:
-    """Raises ValueError if an operand has not one dimension for each index, or an index has two extents other than
-    1."""
+    """Raises ValueError if an operand has not one dimension for each index, or an index has two extents except 1."""
     found: dict[str, tuple[str, int]] = {}
     for term in terms:
         shape = tuple(term.array.shape)

@@ -243,6 +243,7 @@ def _split(x: str, w_in: str, _: str, w_down: str, d: str, *, is_w_larger: bool,
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def jaxmp_moe_mlp(first: RaggedCall, second: RaggedCall, f: Function | None, operands: Operands) -> jax.Array:
+    """Computes d from the arrays of `layers`, by name: in the `shard_map` of `second`, if it has a frame."""
     local = dataclasses.replace(second, frame=None)
     body, operands = functools.partial(_on_shards, first, local, f), ragged.checked(operands, operands["x"].shape[0])
     if second.frame is None:

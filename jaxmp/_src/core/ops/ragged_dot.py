@@ -156,8 +156,7 @@ def _of_rows(request: Request, groups: tuple[Any, Any], values: jax.Array, d: ja
 
 def _scales(request: Request, scaling: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the float32 scales of x, () or (m,), and of w, (), (g,), (g, n) or (g, blocks of k, n). A scale that is
-    None is 1. Raises TypeError unless `scaling` is a Scaling of a and b alone, ValueError for a scale of another
-    kind."""
+    None is 1. Raises TypeError unless `scaling` is a Scaling of a and b alone, ValueError for another scale."""
     if not isinstance(scaling, Scaling) or dataclasses.replace(scaling, a=None, b=None) != Scaling():
         raise InvalidType(f"scaling must be a jaxmp.Scaling with scales a and b alone, got {scaling!r}")
     x, w, found = request.a, request.b, []

@@ -70,8 +70,7 @@ def mixture(
 ) -> tuple[jax.Array, jax.Array]:
     """Sends each token of x (..., features) through `top_k` experts; returns (y (..., columns of w_down), the loss of
     `routes_of`). Logits are x times `router` (features, experts) in float32, by jnp for "run_to_run", else by
-    `jaxmp.matmul`. Raises ValueError if the router's features are not x's. `weights`: w_gate (or None), w_up,
-    w_down."""
+    `jaxmp.matmul`. Raises ValueError if the router's features are not x's. `weights`: as in `layers`."""
     operand_checks.check_array("{a}", x)
     if x.shape[-1:] != router.shape[:1]:
         raise InvalidValue(f"{{a}} must have shape (..., {router.shape[0]}), got {x.shape}")

@@ -86,6 +86,7 @@ def _extents(
     b_shape: Shape,
     distributions: tuple[Distributed, Distributed, Distributed] | None,
 ) -> Extents:
+    """Computes `extents`; for block-cyclic shards m, n, k and d follow from the `distributions` alone."""
     held = [dict(zip(indices, shape, strict=True)) for indices, shape in ((product.a, a_shape), (product.b, b_shape))]
     local = held[0]["m"], held[0]["k"], held[1]["k"], held[1]["n"]
     if distributions:

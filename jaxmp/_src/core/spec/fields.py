@@ -42,6 +42,7 @@ def from_fields(cls: type[T], fields: dict[str, Any]) -> T:
 
 
 def _plain(x: Any) -> Any:
+    """Returns a field's value as JSON: see `to_fields`."""
     if dataclasses.is_dataclass(x):
         return to_fields(x)
     if isinstance(x, enum.Enum):

@@ -264,8 +264,7 @@ class MatmulSpec(Parts):
         return self.replace(order=dataclasses.replace(self.order, **changes))
 
     def bilinear(self, **changes: Any) -> MatmulSpec:
-        """Returns the same product with `changes`, without C, epilog, scales and beta, and an alpha that is an
-        array."""
+        """Returns the same product with `changes`, without C, epilog, scales, beta, and an alpha that is an array."""
         return self.replace(**(_BILINEAR | changes))
 
     def swapped(self, **changes: Any) -> MatmulSpec:

@@ -98,8 +98,7 @@ class BlockCyclic:
             raise ValueError(f"BlockCyclic: first={self.first} must be a process of the grid {self.grid}")
 
     def local_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Returns the shape of the largest part of a matrix of `shape` that a process holds; others are padded to
-        it."""
+        """Returns the shape of the largest part of a matrix of `shape` that a process holds."""
         rows, cols = (
             numroc(n, nb, source, source, nprocs)  # the first process holds the most
             for n, nb, source, nprocs in zip(shape, self.block, self.first, self.grid, strict=True)

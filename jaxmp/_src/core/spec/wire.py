@@ -20,8 +20,7 @@ BLOCK = 128
 
 
 def as_bytes(x: jax.Array) -> jax.Array:
-    """Returns 8-bit numbers as uint8; packs 4-bit numbers of the last dimension two to a byte, the first in the low
-    half."""
+    """Returns 8-bit numbers as uint8; packs two 4-bit numbers of the last dimension in a byte, the first one low."""
     if np.dtype(x.dtype).name not in HALVES:
         return x if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, jnp.uint8)
     halves = blocks(lax.bitcast_convert_type(x, jnp.uint4).astype(jnp.uint8), 2)

@@ -62,8 +62,7 @@ def added_arrays(request: Request) -> dict[str, Any]:
 
 
 def types_of(*arrays: Any) -> result_types.Types:
-    """Returns (dtype, whether it is weak) in JAX of each array. A ShapeDtypeStruct keeps 64 bits, which JAX may
-    narrow."""
+    """Returns (dtype, whether it is weak) in JAX of each array, except that a ShapeDtypeStruct keeps 64 bits."""
     kinds = ((x, jax.typeof(x)) for x in arrays)
     return tuple((x.dtype if isinstance(x, jax.ShapeDtypeStruct) else t.dtype, t.weak_type) for x, t in kinds)
 

@@ -130,6 +130,7 @@ def check_relu_aux(operands: dict[str, Any], columns: int, per_shard: int) -> No
 
 
 def _check_gelu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
+    """Returns `aux`. Raises unless it is an array with the shape and dtype of the result."""
     check_array("gelu_aux", aux)
     if tuple(aux.shape) != shape:
         raise InvalidValue(f"gelu_aux must have the result's shape {shape}, got {tuple(aux.shape)}")

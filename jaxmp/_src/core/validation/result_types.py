@@ -176,7 +176,7 @@ def _check_weak(a: _Typed, b: _Typed) -> None:
 
 
 class CallTypes(NamedTuple):
-    """The type of a and b in a call (mixed pairs and 8 bits or fewer keep their types), and the type of D."""
+    """`operand`: the type of a and b; they keep theirs if `is_low_precision` or `is_mixed`. `out`: the type of D."""
 
     operand: np.dtype
     out: np.dtype
