@@ -24,9 +24,9 @@ def check_epilog(
     """Checks a request's epilog and its inputs for a d of `shape`. Returns ({"epilog", "asks_all_reduce"}, inputs by
     name, the bias in `bias_dtype`). The ALLREDUCE bit becomes the field `asks_all_reduce`.
 
-    Raises ValueError for no epilog, and for missing, unknown or wrongly shaped inputs. Raises TypeError for wrong types
-    of inputs, and for an activation with a complex result. Raises NotImplementedError for an epilog that the operands'
-    types or flags exclude. The columns of a relu_aux depend on the pattern; `check_relu_aux` checks them."""
+    Raises ValueError for anything but an epilog, and for missing, unknown or wrongly shaped inputs. Raises TypeError
+    for wrong types of inputs, and for an activation with a complex result. Raises NotImplementedError for an epilog
+    that the operands' types or flags exclude. `check_relu_aux` checks the columns of a relu_aux, by the pattern."""
     out, epilog, epilog_inputs = spec.out_dtype, request.epilog, request.epilog_inputs
     try:
         if isinstance(epilog, bool):

@@ -190,9 +190,9 @@ def of_call(types: Types, preferred: np.dtype | None, has_scaling: bool) -> Call
     added.
 
     Without `preferred`, D gets the type that JAX promotes the product and what is added to, if kernels of the product
-    give it, else the operands' type. With `preferred`, D has this type; integers are multiplied in it too, and a mixed
-    pair in its wide type. For operands of 8 bits and fewer see `_of_low_precision`. Raises NoPromotion or NoKernel for
-    types that have no product."""
+    give it; else, and always for integers, the operands' type. With `preferred`, D has this type; integers are
+    multiplied in it too, and a mixed pair in its wide type. 8 bits or fewer: see `_of_low_precision`. Raises
+    NoPromotion or NoKernel for types that have no product."""
     a, b, *added = map(_Typed, types)
     both = a.dtype, b.dtype
     mixes = is_mixed(*both) and not has_scaling
