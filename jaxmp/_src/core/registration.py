@@ -34,7 +34,8 @@ _jet_rules: Any = jet.jet_rules
 def _register(
     primitive: jax_compat.Primitive, *, abstract_eval: Rule, jvp: Rule, transpose: Rule, batch: Rule, lower: Rule
 ) -> None:
-    """Registers a primitive's rules; `lower(platform)` is the lowering rule for "cpu", "cuda" or "other"."""
+    """Registers a primitive's rules; `lower(platform)` returns the lowering rule for "cpu", "cuda" or "other" (every
+    other platform). Refusals in the rules get the names of the call's function and operands."""
     primitive.def_abstract_eval(naming_by_spec(abstract_eval))
     ad.primitive_jvps[primitive] = naming_by_spec(as_traced(jvp))
     ad.primitive_transposes[primitive] = naming_by_spec(as_traced(transpose))

@@ -42,8 +42,8 @@ class _Step:
 
 
 class Between:
-    """The paths in a graph from values to a later sum over ranks, through linear equations only, and to an earlier
-    gather, through any but products and sums."""
+    """The paths in a graph between values and collectives. To a later sum over ranks they lead through linear equations
+    only, from an earlier gather through any but products and sums over ranks."""
 
     def __init__(self, graph: Graph) -> None:
         self._equations = graph.equations
@@ -68,9 +68,9 @@ class Between:
             known |= dict.fromkeys(targets, _Step(step.collective, eqn, step))
 
     def reason(self, product: Product) -> str:
-        """Returns why no call does the gather before a product, or else the sum over ranks after it: the operations
-        between them, the three nearest to the product. Returns "" if there is no such collective, or if the product's
-        call does another one inside shard_map."""
+        """Returns why the product's call does not do the gather before the product or, if there is none, the sum over
+        ranks after it. The text names up to three operations between them, the ones nearest to the product. Returns ""
+        if there is no such collective, or if the call does another collective of a named axis."""
         operands = [v for v in (product.lhs.value, product.rhs.value) if not jax_tracing.is_literal(v)]
         before = next(filter(None, map(self._before.get, operands)), None)
         step = before or self._after.get(self._equations[product.index].outvars[0])

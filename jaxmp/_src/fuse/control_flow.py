@@ -37,7 +37,8 @@ class Functions:
         return self._known[id(closed)]
 
     def jitted(self, params: dict[str, Any]) -> Function:
-        """Returns the function of a `jit` equation, jitted with its options; one for equal jaxprs and options."""
+        """Returns the function of a `jit` equation with these parameters, jitted with its name and options. It is one
+        function for the same jaxpr, shardings and donations."""
         f = self.of(params["jaxpr"])
         key = id(f), tuple(map(repr, (params["in_shardings"], params["out_shardings"], params["donated_invars"])))
         if key not in self._known:
@@ -64,8 +65,9 @@ class Functions:
 
 
 def has_products(eqn: Any, more: Collection[str] = ()) -> bool:
-    """True for every custom VJP, because of its rules, and for an equation with jaxprs that contain a product, an
-    operation with products in its derivative, an exchange of rows, or one of `more`. False for functions of jaxmp."""
+    """True if the jaxprs in an equation contain a product, an operation with products in its derivative, an exchange of
+    rows, or a primitive of `more`. Always true for a custom VJP, because of its rules; false for functions of jaxmp.
+    The equation itself does not count."""
     if is_own_jit(eqn):
         return False
     return eqn.primitive.name == "custom_vjp_call" or any(
@@ -86,7 +88,7 @@ def products_in(eqn: Any) -> Iterator[Any]:
 
 
 def weaker_calls(eqn: Any, level: Level) -> Iterator[Any]:
-    """Yields specs of jaxmp's calls, of `eqn` or in its jaxprs, that promise less than `level`; none of integers."""
+    """Yields specs of jaxmp's calls, of `eqn` or in its jaxprs, that promise less than `level`, except of integers."""
     spec = eqn.params.get("spec")
     if isinstance(given := getattr(spec, "level", None), Level):
         is_weaker = (level.fixed_order, level.global_order) > (given.fixed_order, given.global_order)
@@ -98,7 +100,7 @@ def weaker_calls(eqn: Any, level: Level) -> Iterator[Any]:
 
 
 def evaluate(functions: Functions, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Returns an equation's results, with its jaxprs run by `functions`. Raises UnknownError if `_RULES` lacks it."""
+    """Returns an equation's results, its jaxprs run by `functions`. Raises UnknownError for others than `_RULES`."""
     rule = _RULES.get(eqn.primitive.name)
     if rule is None:
         raise UnknownError(f"{eqn.primitive.name} is left as it is")
@@ -111,6 +113,7 @@ def _jit(functions: Functions, params: dict[str, Any], operands: list[Any], eqn:
 
 
 def _scan(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
+    """Runs a scan with its body rewritten; returns [*carry, *stacked]."""
     consts, carry = jax_compat.scan_counts(eqn)
     body = functions.of(params["jaxpr"])
     fixed, init, xs = operands[:consts], operands[consts : consts + carry], operands[consts + carry :]
@@ -126,6 +129,7 @@ def _scan(functions: Functions, params: dict[str, Any], operands: list[Any], eqn
 
 
 def _while(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
+    """Runs a while loop with its condition and body rewritten; returns the last state."""
     of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts = operands[:of_cond], operands[of_cond : of_cond + of_body]
     cond, body = functions.of(params["cond_jaxpr"]), functions.of(params["body_jaxpr"])
@@ -151,8 +155,8 @@ def _remat(functions: Functions, params: dict[str, Any], operands: list[Any], eq
 
 
 def _as_it_stands(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
-    """Returns the results of an equation that keeps its primitive, with its jaxprs rewritten. Raises UnknownError if a
-    rewritten jaxpr has constants or results of other types."""
+    """Returns the results of an equation that keeps its primitive and parameters, with the jaxprs in them rewritten.
+    Raises UnknownError if a rewritten jaxpr has constants or results of other types."""
 
     def rewritten(closed: Any) -> Any:
         before, _ = jax_tracing.open_jaxpr(closed)
@@ -177,8 +181,8 @@ def _custom(functions: Functions, params: dict[str, Any], operands: list[Any], e
 
 
 def _rule(functions: Functions, rule: Callable[..., Any], *args: Any) -> Any:
-    """Returns the result of a user's differentiation rule, with its products rewritten, and symbolic zeros and flags
-    unchanged. A rule that cannot be traced runs as it is."""
+    """Returns the result of a user's differentiation rule for `args`, with its products rewritten; symbolic zeros and
+    flags stay. A rule that cannot be traced runs as it is."""
     try:
         traced = jax_tracing.Traced(rule, args, {})
     except Exception:  # raised by the user's rule, which may need concrete values
@@ -191,6 +195,7 @@ def _call(functions: Functions, params: dict[str, Any], operands: list[Any], eqn
 
 
 def _shard_map(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
+    """Runs a `shard_map` with its body rewritten, over the axes that the equation makes manual."""
     f = functions.of(params["jaxpr"])
     mapped: Any = jax.shard_map(
         lambda *args: tuple(f(*args)),

@@ -28,9 +28,9 @@ linear_p = jax_compat.make_primitive("jaxmp_linear", multiple_results=True)
 def evaluated(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, *, has_rule: bool = True
 ) -> Any:
-    """Traces a function of pytrees and returns its result, computed with the trace's products as calls. The result has
-    the derivative of this module if `has_rule`, at a level, and if the function has no side effects or mutable arrays.
-    Otherwise JAX differentiates each operation."""
+    """Traces a function of pytrees and returns its result, computed with the trace's products as calls. At a level the
+    result has the derivative of this module, unless `has_rule` is False or the function has side effects or mutable
+    arrays. Otherwise JAX differentiates each operation."""
     traced = jax_tracing.Traced(fn, args, kwargs)
     jaxpr, consts = traced.jaxpr, traced.consts
 
@@ -50,8 +50,8 @@ def evaluated(
 def _jvp(
     function: Function, options: Options, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Returns (results of a function, their tangents), both at the level. One `linear_p` call computes the tangents
-    from those `tangents` that are no symbolic zeros. Integer results get zeros of type float0."""
+    """Returns (the results of a function, their tangents), both at the level. One `linear_p` call computes the tangents
+    of inexact results from those `tangents` that are no symbolic zeros. Integer results get zeros of type float0."""
     moved = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero | ad.Zero)]
 
     def linearized(*primals: Any) -> Any:
@@ -76,7 +76,7 @@ def _jvp(
 
 
 def _of_some(function: Function, operands: Sequence[Any], places: Sequence[int]) -> Function:
-    """Returns `function` as a function of the operands at `places` alone, with the other operands fixed."""
+    """Returns `function` as a function of the operands at `places` alone; the other operands are fixed."""
 
     def of_some(*values: Any) -> Sequence[Any]:
         given = dict(zip(places, values, strict=True))
@@ -89,10 +89,11 @@ def _abstract_eval(*avals: Any, function: Function, **_: Any) -> list[Any]:
     return [v.aval for v in jax_tracing.trace(function, avals)[0].outvars]
 
 
-# Differentiates the tangents' map; if residuals have tangents too, the whole function.
 def _linear_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, function: Function, nresiduals: int, options: Options
 ) -> Any:
+    """Returns (results, tangents) of `linear_p`. If only linear operands have tangents, the map itself is applied to
+    them; if residuals have tangents too, the whole function is differentiated (`_jvp`)."""
     params = {"function": function, "nresiduals": nresiduals, "options": options}
     if any(not isinstance(t, ad.Zero) for t in tangents[:nresiduals]):
         return _jvp(function, options, primals, tangents)
@@ -100,10 +101,10 @@ def _linear_jvp(
     return linear_p.bind(*primals, **params), linear_p.bind(*primals[:nresiduals], *linear, **params)
 
 
-# Returns the cotangents of the linear operands at the level, None for other operands.
 def _transpose(
     cotangents: Sequence[Any], *operands: Any, function: Function, nresiduals: int, options: Options
 ) -> list[Any]:
+    """Returns the cotangents of the linear operands at the level, and None for other operands."""
     wanted = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
 
     def transposed(operands: Sequence[Any], cotangents: Sequence[Any]) -> Any:
@@ -117,6 +118,7 @@ def _transpose(
 
 
 def _batch(operands: Sequence[Any], dims: Sequence[Any], *, function: Function, **params: Any) -> Any:
+    """Returns (the results for batched operands, their batch dimensions, which are 0)."""
     results = linear_p.bind(*operands, function=jax.vmap(function, dims), **params)
     return results, [0] * len(results)
 
@@ -126,7 +128,7 @@ def _lower(*operands: Any, function: Function, options: Options, **_: Any) -> An
 
 
 def lowered(eqn: Any) -> list[jax_compat.Jaxpr]:
-    """Returns a list with the jaxpr of a `linear_p` equation's lowering, so that reports list its calls; else []."""
+    """Returns [the jaxpr that a `linear_p` equation is lowered to], so that reports list its calls; else []."""
     if eqn.primitive is not linear_p:
         return []
     return [jax_tracing.trace(lambda *operands: _lower(*operands, **eqn.params), [v.aval for v in eqn.invars])[0]]

@@ -50,16 +50,18 @@ def outputs(product: Product) -> tuple[Any, ...]:
 
 
 def call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra: jax.Array) -> list[jax.Array]:
-    """Returns the values of a product's `outputs`, (result, perhaps the activation's argument), from one call on its
-    `inputs`. Divides the result by the product's divisors. Errors use the operand names of `lax.dot_general`."""
+    """Returns the values of a product's `outputs`, [result] or [result, the activation's argument], from one call on
+    its `inputs`. `extra`: the inputs after x and w. Divides the result by the product's divisors. Errors use the
+    operand names of `lax.dot_general`."""
     first, second = ("rhs", "lhs") if product.is_swapped else ("lhs", "rhs")
     with of_layer("", a=first, b=second):
         d, *rest = _call(product, options, x, w, *extra)
     return [functools.reduce(operator.truediv, product.divisors, d), *rest]
 
 
-# The cases: ranks of a named axis share the product; conjugated matrices; operands for `_general`; x times a matrix.
 def _call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra: jax.Array) -> list[jax.Array]:
+    """Returns what `call` does, before the divisors. `emit_shards` computes products that ranks of a named axis share,
+    `_general` other operands than x (..., k) and a matrix, and `matmul` or `linear` the rest."""
     rest = iter(extra)
     bias = None if product.bias is None else next(rest)
     c = None if product.c is None else next(rest)
@@ -90,7 +92,8 @@ def _call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra
 
 
 def _scaling(product: Product, values: Iterable[jax.Array]) -> Scaling | None:
-    """Returns a call's scales or None: a row scale is a's, a column scale b's, a scalar takes the free place."""
+    """Returns the call's scales, or None if the product has none. A scale of rows is a's and a scale of columns b's; a
+    scalar takes the free place, a's if both are free. `values`: the arrays of `product.scales`."""
     rows = product.result.aval.shape[:-1]
     found: dict[str, jax.Array] = {}
     for scale, value in sorted(zip(product.scales, values, strict=True), key=lambda each: not each[0].varying):
@@ -134,9 +137,9 @@ def out_sharding(aval: Any) -> P | None:
     return aval.sharding.spec if is_explicit(aval) and not aval.sharding.mesh.manual_axes else None
 
 
-# Multiplies other operands than x (..., k) and a matrix. Under a global order it raises NotAvailable for a batch with a
-# sharded contraction, and multiplies as matrices without a batch.
 def _general(product: Product, level: Level, x: jax.Array, y: jax.Array, options: dict[str, Any]) -> jax.Array:
+    """Multiplies operands of any form by `dot_general`. Under a global order it multiplies as matrices if there is no
+    batch; a batch has the level "batch", and raises NotAvailable if the contraction is sharded."""
     one, other = product.x, product.w
     if level.global_order:
         if not one.batch:
@@ -153,9 +156,9 @@ def _general(product: Product, level: Level, x: jax.Array, y: jax.Array, options
 
 
 def _as_matrices(one: Operand, x: jax.Array, other: Operand, y: jax.Array, options: dict[str, Any]) -> jax.Array:
-    """Returns x times y, multiplied as matrices (rows, k) and (k, columns) of their joined dimensions. Only the first
-    dimension of k stays sharded (the others are gathered), so that each rank has a contiguous piece of k. Raises
-    NotAvailable if any but the first of joined rows or columns is sharded. Removes `out_sharding` from `options`."""
+    """Returns x times y, multiplied as matrices (rows, k) and (k, columns) of their joined dimensions. Of several
+    dimensions of k only the first stays sharded, and the others are gathered, so that each rank has a contiguous piece
+    of k. Raises NotAvailable if any but the first of joined rows or columns is sharded. Pops `out_sharding`."""
     x, y = _gathered(x, one.contract[1:]), _gathered(y, other.contract[1:])
     shape = tuple(x.shape[d] for d in one.free) + tuple(y.shape[d] for d in other.free)
     a, b = _joined(x, one.free, one.contract), _joined(y, other.contract, other.free)
@@ -170,7 +173,7 @@ def _as_matrices(one: Operand, x: jax.Array, other: Operand, y: jax.Array, optio
 
 
 def _gathered(x: jax.Array, dims: Sequence[int]) -> jax.Array:
-    """Returns x with these dimensions whole on every device, or x itself if its type shards none of them."""
+    """Returns x with the dimensions `dims` whole on every device; x itself if its type shards none of them."""
     if not any(_axes_of(x, d) for d in dims):
         return x
     spec = jax.typeof(x).sharding.spec
@@ -179,7 +182,8 @@ def _gathered(x: jax.Array, dims: Sequence[int]) -> jax.Array:
 
 
 def _joined(x: jax.Array, rows: tuple[int, ...], columns: tuple[int, ...]) -> jax.Array:
-    """Returns x as a matrix, with these dimensions joined to rows and columns, and their sharding (`_joined_axes`)."""
+    """Returns x as a matrix, with the dimensions `rows` joined to one and the dimensions `columns` to the other. Each
+    is sharded as its first dimension was; raises NotAvailable if another one is sharded."""
     shape = tuple(math.prod(x.shape[d] for d in dims) for dims in (rows, columns))
     sharding = None
     if is_explicit(jax.typeof(x)):

@@ -54,8 +54,8 @@ class _Matrix:
         return dataclasses.replace(self, folded=self.folded.T, has_rows_first=not self.has_rows_first)
 
     def along(self, dimension: int) -> _Matrix:
-        """Returns the operand folded so that `dimension` is its rows, and free dimensions before it lead as a batch.
-        Returns itself for the first free dimension and for a contracted one."""
+        """Returns the operand folded so that the free `dimension` is its rows, and free dimensions before it lead as a
+        batch. Returns itself if `dimension` is the first free one or contracted."""
         free = self.operand.free
         if dimension == free[0] or dimension not in free:
             return self
@@ -65,8 +65,8 @@ class _Matrix:
 
 @dataclasses.dataclass(frozen=True)
 class _Way:
-    """A call that computes a result (free dimensions of a, of b): copies `copied` elements, then calls `function`, one
-    of the collective matmuls, over `axes`."""
+    """A call that multiplies a and b: `function`, one of the collective matmuls, over `axes`. The result has the free
+    dimensions of a, then of b. `copied`: how many elements are copied before it."""
 
     function: Callable[..., Any]
     a: _Matrix
@@ -89,8 +89,9 @@ class _Way:
 
 
 def call(product: Product, operands: Sequence[Any], shared: dict[str, Any]) -> list[jax.Array]:
-    """Returns a product's results from `operands`, (x, w, bias, c): d, and the activation's argument if others read it.
-    Raises NotAvailable for activations except relu and gelu, and for operands that fold into no matrix."""
+    """Returns a product's results from `operands`, (x, w, bias or None, c or None): [d], or [d, the activation's
+    argument] if others read it. Raises NotAvailable for activations except relu and gelu, and for operands that fold
+    into no matrix. `shared`: the call's other options."""
     x, w, bias, c = operands
     if product.activation and product.activation not in ("relu", "gelu"):
         raise NotAvailable("no epilog applies this activation")
@@ -119,8 +120,8 @@ def call(product: Product, operands: Sequence[Any], shared: dict[str, Any]) -> l
 
 
 def _with_epilog(product: Product, d: jax.Array, bias: jax.Array | None, c: jax.Array | None) -> list[jax.Array]:
-    """Returns [activation(d + bias + c)], and after it the sum before the activation if the product keeps it. For calls
-    with a transposed result, which would add the bias along the rows."""
+    """Returns [activation(d + bias + c)], and after it the sum before the activation if the product keeps it, by jnp.
+    Used after calls with a transposed result, which would add the bias along the rows."""
     if bias is not None:
         d = d + bias.reshape((1,) * (d.ndim - 1) + bias.shape)
     if c is not None:
@@ -130,8 +131,8 @@ def _with_epilog(product: Product, d: jax.Array, bias: jax.Array | None, c: jax.
 
 
 def _gathering(g: _Matrix, o: _Matrix, *, is_first: bool) -> list[_Way]:
-    """Returns the one or two calls of the table above that gather g, to multiply it and o; none for dimensions that do
-    not fold. `is_first`: g's dimensions come first in the product's result."""
+    """Returns the calls of the table above that gather g, to multiply it and o: one or two, or none if the gathered
+    dimension does not fold. `is_first`: g's free dimensions come first in the product's result."""
     gather = g.operand.gather
     assert gather is not None
     axes, free, ways = gather.axes, g.operand.free, []
@@ -150,7 +151,8 @@ def _gathering(g: _Matrix, o: _Matrix, *, is_first: bool) -> list[_Way]:
 
 
 def _reducing(eqn: Any, first: _Matrix, second: _Matrix) -> _Way:
-    """Returns the call that multiplies first and second and does eqn's sum over ranks (psum or reduce_scatter)."""
+    """Returns the call that multiplies first and second and sums over ranks as `eqn`, a psum or reduce_scatter. If the
+    sum is scattered along a dimension of second, a call with second as its a, unless a grid of one row can do it."""
     if eqn.primitive.name != "reduce_scatter":
         return _Way(matmul_all_reduce, first, second, tuple(eqn.params["axes"]))
     names, dimension, rows = eqn.params["axis_name"], eqn.params["scatter_dimension"], len(first.operand.free)

@@ -87,12 +87,11 @@ def fuse(
 def _with_state(
     nnx: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
 ) -> Any:
-    """Extends `evaluated` to arguments and results with objects of Flax NNX, which change in place.
+    """Calls `evaluated`, also for arguments and results with objects of Flax NNX, which change in place.
 
-    Flax splits them into pytrees before the trace, merges new objects inside it, and updates the caller's after it. An
-    argument that `fn` does not change is not updated: its objects may belong to another trace, as static arguments do.
-    Arguments and results that one of Flax's own transforms has split already stay split.
-    """
+    Flax splits these objects into pytrees before the trace, merges new objects inside it, and updates the caller's
+    objects after it. An argument that `fn` does not change is not updated: its objects may belong to another trace, as
+    static arguments do. Arguments and results that one of Flax's own transforms has split already stay split."""
     errors = sys.modules["flax.errors"]
 
     def is_split(tree: Any) -> bool:

@@ -31,9 +31,9 @@ from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """`taken`: indices of gathers that become part of calls. `again`: indices of products that repeat a gather that
-    another product reads too. `why`: for the index of each product after a gather, why a gather before it stays (a key
-    of `reasons.REASONS`). It means nothing if all its gathers are `taken`."""
+    """`taken`: indices of gathers that become part of calls. `again`: indices of products that read such a gather
+    together with others, so that each call repeats it. `why`: by the index of each product with a gather before it, why
+    a gather stays (a key of `reasons.REASONS`); it means nothing for products with all gathers `taken`."""
 
     taken: frozenset[int] = frozenset()
     again: frozenset[int] = frozenset()
@@ -41,8 +41,8 @@ class Choice:
 
 
 def choose(graph: Graph, dots: Sequence[int], implementation: Implementation | None) -> Choice:
-    """Chooses the gathers that become part of the calls of the products `dots` (indices), the one with most bytes
-    first; for each call at most one all_gather."""
+    """Chooses which gathers become part of the calls of the products `dots` (indices), the gather with most bytes
+    first. A call takes in at most one all_gather, and any number of reshards."""
     readers: dict[int, list[int]] = {}
     why: dict[int, str] = {}
     for dot in dots:
@@ -65,8 +65,8 @@ def choose(graph: Graph, dots: Sequence[int], implementation: Implementation | N
 
 
 def _gathers_ahead(graph: Graph, dot: int) -> list[int]:
-    """Returns the indices of the gathers before a product, also through casts, transposes, conj, pvary and reshapes.
-    Every all_gather counts, but only reshards that a call can do."""
+    """Returns the indices of the gathers before a product, with at most casts, transposes, conj, pvary and reshapes
+    between. Every all_gather counts, but a reshard only if it is a gather that a call can do."""
     found = []
     for v in graph.equations[dot].invars:
         while (eqn := graph.made_by(v)) is not None and eqn.primitive.name in (*PASSES, "reshape"):
@@ -77,7 +77,8 @@ def _gathers_ahead(graph: Graph, dot: int) -> list[int]:
 
 
 def _is_gather(eqn: Any) -> bool:
-    """True for a tiled all_gather of whole axes, and for a reshard on explicit axes that only removes axes."""
+    """True for a tiled all_gather over whole axes, and for a reshard on explicit axes that only takes axes away from
+    dimensions. False if the operand is a literal."""
     if eqn.primitive.name == "reshard":
         if jax_tracing.is_literal(eqn.invars[0]) or not all(is_explicit(v.aval) for v in (*eqn.invars, *eqn.outvars)):
             return False
@@ -89,8 +90,9 @@ def _is_gather(eqn: Any) -> bool:
 
 
 def _why_stays(graph: Graph, i: int, dots: Sequence[int], busy: set[int], implementation: Implementation | None) -> str:
-    """Returns why gather `i` before the products `dots` stays, or "" if calls do it: "gather" if only reshapes read it,
-    "shared" if one gather is faster, "gathered" for other reasons. `busy`: products with an all_gather already."""
+    """Returns why gather `i` before the products `dots` stays, or "" if calls do it. "gather": only reshapes read it.
+    "shared": several products read it, and one gather is faster. "gathered": any other reason. `busy`: products that
+    take in an all_gather already."""
     ends = _ends(graph, graph.equations[i].outvars[0])
     if all(end != RESULT and graph.equations[end].primitive.name == "reshape" for end in ends):
         return "gather"
@@ -108,7 +110,8 @@ def _why_stays(graph: Graph, i: int, dots: Sequence[int], busy: set[int], implem
 
 
 def _ends(graph: Graph, v: Any) -> list[int]:
-    """Returns the indices of a value's readers, RESULT included; the readers of PASSES (casts, ...) replace them."""
+    """Returns the indices of a value's readers, RESULT for the program's result. Instead of a reader in PASSES (casts,
+    transposes, ...) it has the readers of that one's result."""
     ends: list[int] = []
     for i in graph.readers(v):
         if i != RESULT and graph.equations[i].primitive.name in PASSES:
@@ -119,8 +122,8 @@ def _ends(graph: Graph, v: Any) -> list[int]:
 
 
 def _operand_after(graph: Graph, dot: int, gather: int) -> tuple[Operand | None, Operand]:
-    """Returns (the operand that reads `gather`, the other one). Returns (None, lhs) if both read it, or if neither
-    reads it through operations that a call can do."""
+    """Returns (the operand of a product that reads `gather`, the other operand). Returns (None, lhs) if both read it,
+    or if neither reads it through operations that a call can do."""
     eqn: Any = graph.equations[dot]
     contract, batch = eqn.params["dimension_numbers"]
     sides = [
@@ -133,8 +136,8 @@ def _operand_after(graph: Graph, dot: int, gather: int) -> tuple[Operand | None,
 
 
 def _takes(operand: Operand | None) -> bool:
-    """True if a call can gather this operand: after a reshard always; after an all_gather if it folds into a matrix
-    with the gathered dimension as rows, columns or k. False for None."""
+    """True if a call can gather this operand: always after a reshard; after an all_gather if the operand folds into a
+    matrix so that the gathered dimension is rows, columns or k. False for None."""
     if operand is None or operand.gather is None:
         return operand is not None
     return operand.is_flat and operand.folds(operand.gather.dimension)
@@ -151,8 +154,8 @@ def _received(graph: Graph, i: int) -> int:
 
 
 def _summed(graph: Graph, dot: int) -> int:
-    """Returns the bytes that a rank receives in the collective after a product that its call could do, counted for a
-    ring (docs/cost.md). Returns 0 if there is none."""
+    """Returns the bytes that a rank receives in the sum after a product that its call could do, in a ring
+    (docs/cost.md); 0 if there is none."""
     eqn = collective_after(graph, dot)
     if eqn is None:
         return 0
@@ -187,8 +190,8 @@ def reads_in_place(implementation: Implementation | None) -> bool:
 
 
 def overlapping_machine(implementation: Implementation | None) -> Hardware | None:
-    """Returns the data sheet of the GPU, where calls overlap their transfers; of the H100 if it has none. Returns None
-    on other platforms and with XLA's implementation."""
+    """Returns the data sheet of the GPU on CUDA platforms, where calls overlap their transfers; an unknown GPU gets the
+    H100's. Returns None on other platforms and with XLA's implementation."""
     if decide.here().platform not in ("cuda", "gpu") or implementation == "xla":
         return None
     kind = jax.devices()[0].device_kind.lower()
@@ -196,8 +199,8 @@ def overlapping_machine(implementation: Implementation | None) -> Hardware | Non
 
 
 def _is_faster_in_calls(graph: Graph, i: int, dots: Sequence[int], implementation: Implementation | None) -> bool:
-    """True if the products `dots` take less time when each call gathers `i` than after one gather. Always True if calls
-    read shards in place. False on other CPU devices, and if the mesh or a rate is unknown."""
+    """True if the products `dots` take less time when each call gathers `i` than after one gather, by the cost model.
+    Always True if calls read shards in place; False on other CPU devices, or for an unknown mesh or rate."""
     if reads_in_place(implementation):
         return True
     machine = overlapping_machine(implementation)
@@ -222,8 +225,8 @@ def _is_faster_in_calls(graph: Graph, i: int, dots: Sequence[int], implementatio
 
 
 def _work(graph: Graph, dot: int, share: int, ndevices: int) -> dict[str, Any]:
-    """Returns the work of a product for `call_time`. `share`: 1 for global shapes, `ndevices` for the shapes of
-    shards."""
+    """Returns the arguments of `call_time` that describe a product's work. `share`: 1 for the shapes of global arrays,
+    `ndevices` for the shapes of shards."""
     eqn: Any = graph.equations[dot]
     a, b, d = (v.aval for v in (*eqn.invars, *eqn.outvars))
     k = math.prod(a.shape[i] for i in eqn.params["dimension_numbers"][0][0])

@@ -129,7 +129,7 @@ class Graph:
         jax_tracing.evaluate_plain(equations, outputs, values)
 
     def leaks(self, equations: frozenset[int], outputs: Sequence[Any]) -> bool:
-        """True if anything outside `equations` reads a value of theirs that is not in `outputs`."""
+        """True if a value of `equations` that is not in `outputs` is read by others or is a result of the graph."""
         return any(
             v not in outputs and not equations.issuperset(self.readers(v))
             for i in equations
@@ -138,8 +138,8 @@ class Graph:
 
 
 def with_whole_collectives(graph: Graph, left: Collection[Any] = ()) -> Graph:
-    """Returns the graph with each collective's start and done as one equation. Both stay if the result of done is in
-    `left`, or if another equation reads start."""
+    """Returns the graph with each collective's start and done joined to one equation. Both stay if the result of done
+    is in `left`, or if another equation reads start. Returns `graph` itself if there are none to join."""
     equations, joined = list[Any](), set[int]()
     for eqn in graph.equations:
         start: Any = graph.made_by(eqn.invars[0]) if eqn.primitive.name.endswith("_done") else None
@@ -156,8 +156,8 @@ def without_batches_of_one(graph: Graph) -> Graph:
 
 
 def each_in_place(graph: Graph, rule: Callable[[Any], Sequence[Any] | None]) -> Graph:
-    """Returns the graph with each equation replaced by the equations that `rule` returns; `graph` itself if it returns
-    none at all. An equation stays if `rule` returns None, or fails by a fault, with a warning (`reasons.safely`)."""
+    """Returns the graph with each equation replaced by the equations that `rule` returns for it; `graph` itself if no
+    equation is replaced. An equation stays if `rule` returns None, or fails, with a warning (`reasons.safely`)."""
     parts = [safely([eqn], functools.partial(rule, eqn)) for eqn in graph.equations]
     if not any(parts):
         return graph
@@ -166,9 +166,9 @@ def each_in_place(graph: Graph, rule: Callable[[Any], Sequence[Any] | None]) -> 
 
 
 def _of_one(graph: Graph, eqn: Any) -> Sequence[Any] | None:
-    """Returns equations that compute a `dot_general` without its batch, if the batch is one product: lhs's batch
-    dimensions become rows and rhs's are removed. A matrix times its transpose stays a product of one array with itself.
-    Returns None for other equations, and if rhs is gathered, because a call takes in that gather with the batch."""
+    """Returns equations that compute a `dot_general` without its batch, if all batch dimensions have extent 1: lhs's
+    batch dimensions become rows, and rhs's are removed. A matrix times its transpose stays a product of one array with
+    itself. Returns None for other equations, and if rhs is gathered: a call takes in that gather with the batch."""
     is_product = eqn.primitive.name == "dot_general"
     (contract, of_k), (batch, of_batch) = eqn.params["dimension_numbers"] if is_product else (((), ()),) * 2
     if not batch or any(eqn.invars[0].aval.shape[i] != 1 for i in batch):
@@ -227,8 +227,9 @@ def _stored(graph: Graph, v: Any, dims: Sequence[int]) -> tuple[Any, tuple[int, 
 def schedule(
     graph: Graph, groups: Sequence[Group], results: Sequence[Any], known: Collection[Any] = ()
 ) -> list[int | Group]:
-    """Returns the steps that compute `results` from `known` values, and effects if nothing is `known`, in the program's
-    order but after all that they read. Groups replace the equations that make their outputs."""
+    """Returns the steps (indices of equations, and groups) that compute `results`, each after all that it reads, else
+    in the program's order. Values in `known` need no step. Without `known` all equations with effects are steps too. A
+    group replaces the equations that make its outputs."""
     makers: dict[Any, int | Group] = graph.producer | {v: group for group in groups for v in group.outputs}
 
     def made(values: Sequence[Any]) -> list[int | Group]:

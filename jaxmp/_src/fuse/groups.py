@@ -28,8 +28,8 @@ from jaxmp._src.platform.jax_internals import jax_tracing
 
 
 def grouped(graph: Graph, options: Options) -> tuple[Graph, list[Group], dict[int, str]]:
-    """Returns (a graph, its groups, by index why other `dot_general`s have none). In the graph, collectives are whole
-    where a group takes them in, batches of one product have no batch, and narrow weights are read as stored."""
+    """Returns (a changed graph, its groups, by index why other `dot_general`s have none). There, collectives that
+    groups take in are one equation, batches of one product have no batch, and narrow weights are read as stored."""
 
     def found(left: Collection[Any]) -> tuple[Graph, list[Group], dict[int, str]]:
         whole = without_batches_of_one(with_whole_collectives(graph, left))
@@ -46,7 +46,8 @@ def grouped(graph: Graph, options: Options) -> tuple[Graph, list[Group], dict[in
 
 
 def groups_of(graph: Graph, whole: Graph, options: Options) -> tuple[list[Group], dict[int, str]]:
-    """Returns (groups, by index why other `dot_general`s are in none). `whole`: the graph without barriers."""
+    """Returns (groups, by index why other `dot_general`s of `graph` are in none). `whole`: the same graph without a
+    barrier; pairs of gelu and its derivative are found there."""
     dots = [i for i, eqn in enumerate(graph.equations) if eqn.primitive.name == "dot_general"]
     if not dots:
         return [], {}
@@ -88,15 +89,15 @@ def groups_of(graph: Graph, whole: Graph, options: Options) -> tuple[list[Group]
 
 
 def of_product(product: Product, options: Options, note: str = "") -> Group:
-    """Builds the group of a product's call. `note`: the name of a note in `reasons` that the call carries, or ""."""
+    """Returns the group of a product's call. `note`: the name of a note in `reasons` that the call carries, or ""."""
     call = functools.partial(emit.call, product, options)
     call = jax.named_scope(NOTE + note)(call) if note else call
     return Group(product.equations, emit.inputs(product), emit.outputs(product), call, "product")
 
 
 def _pairs(graph: Graph, found: Sequence[Product], options: Options) -> list[Group]:
-    """Returns two groups for each pair of a product followed by gelu and a product that this gelu's derivative
-    multiplies. The first call returns the aux that the epilog of the second call reads."""
+    """Finds pairs of a product followed by gelu and a product that this gelu's derivative multiplies. Returns two
+    groups for each pair: the first call returns the aux, which the epilog of the second call reads."""
     groups: list[Group] = []
     firsts = (p for p in found if p.is_matrix and not p.activation and p.c is None and p.alpha is None)
     plain = (p for p in found if p.is_matrix and not (p.epilog or p.collective or p.alpha))
@@ -121,8 +122,8 @@ def _pairs(graph: Graph, found: Sequence[Product], options: Options) -> list[Gro
 def _pair(
     graph: Graph, forward: Product, match: Match, backward: Product, back: Match
 ) -> tuple[Product, Product] | None:
-    """Returns (`forward` with its activation `match`, `backward` with the derivative `back` after it), or None if other
-    equations read a value that neither returns."""
+    """Returns (`forward` with its activation `match`, `backward` with the derivative `back` after it). Returns None if
+    anything else reads the result of `backward` itself, or a value within gelu or its derivative."""
     both = match.equations | back.equations
     if graph.leaks(both, (match.output, back.output)) or not both.issuperset(graph.readers(backward.result)):
         return None
@@ -138,8 +139,9 @@ def _pair(
 
 
 def _why_left(product: Product, options: Options) -> str | None:
-    """Returns why JAX computes a product (a key of REASONS): "type", "batch" or "local". None if it becomes a call: at
-    a level, if ranks communicate, on automatic axes, for relu and gelu, and where XLA is slower."""
+    """Returns why JAX computes a product (a key of REASONS), or None if it becomes a call. "type": integers other than
+    int8. Otherwise it becomes a call at a level, if ranks communicate and, without a batch, on automatic axes, with
+    relu or gelu, or where XLA is slower. "batch", "local": all others, with a batch and without."""
     dtypes = product.lhs.dtype, product.rhs.dtype
     is_int8 = set(dtypes) == {np.dtype("int8")}
     if not is_int8 and not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):

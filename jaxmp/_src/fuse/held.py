@@ -56,8 +56,9 @@ PARTED = {
 
 
 def is_held(eqn: Any) -> bool:
-    """True if an equation is evaluated by `evaluate` at a level: a primitive in HELD with an inexact result of at least
-    16 bits. False for a sum of at most one term and for a scatter with no updates that may collide."""
+    """True if `evaluate` evaluates an equation at a level: its primitive is in HELD, and its result is inexact, of 16
+    bits or more. False for a sum of at most one term, and for a scatter of one update or of updates marked as
+    unique."""
     if eqn.primitive.name not in HELD:
         return False
     aval = eqn.outvars[0].aval
@@ -69,12 +70,13 @@ def is_held(eqn: Any) -> bool:
 
 
 def parts(eqn: Any) -> bool:
-    """True if XLA may sum inexact results of an equation over devices, in an order that depends on the mesh."""
+    """True if XLA may sum inexact results of an equation over devices in an order that depends on the mesh (PARTED)."""
     return eqn.primitive.name in PARTED and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
 
 
 def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequence[Any]:
-    """Returns the results of an equation that `is_held`, in the form that the module's docstring gives for it."""
+    """Returns the results of an equation that `is_held`, in the form that the module's docstring gives for it. A
+    division x / y becomes x * (1 / y), which rounds twice, if y is no literal and has fewer elements than x."""
     name = eqn.primitive.name
     if name == SUM:
         return [_sum(eqn, operands[0], options)]
@@ -93,7 +95,7 @@ def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequen
 
 def fence(x: jax.Array) -> jax.Array:
     """Returns `x`, rounded to its type, through a choice between `x` and NaN that neither XLA nor LLVM looks through.
-    Returns complex and integer `x` itself."""
+    Complex numbers and integers are returned as they are."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     if x.dtype.itemsize == 2:
@@ -103,7 +105,8 @@ def fence(x: jax.Array) -> jax.Array:
 
 
 def _alone(eqn: Any, x: jax.Array) -> jax.Array:
-    """Returns the result of an operation in ALONE, in a kernel of its own; in float32 for 16-bit types, as XLA does."""
+    """Returns the result of an operation in ALONE, computed in a kernel of its own, for 16-bit types in float32, as XLA
+    does. logistic is 1 / (1 + exp(-x)), with only the exp in such a kernel."""
     is_logistic = eqn.primitive.name == "logistic"
     wide = x.astype(np.float32) if x.dtype.itemsize == 2 else x
     d = lax.optimization_barrier(-wide if is_logistic else wide)
@@ -112,8 +115,8 @@ def _alone(eqn: Any, x: jax.Array) -> jax.Array:
 
 
 def _sum(eqn: Any, x: jax.Array, options: emit.Options) -> jax.Array:
-    """Returns a sum as a product with ones. On explicit axes, dimensions that are not summed stay sharded; of summed
-    dimensions only the first with an extent other than 1, and the others are gathered."""
+    """Returns the result of a sum as a product with ones. On explicit axes, dimensions that are not summed stay
+    sharded. Of the summed ones the first with an extent other than 1 stays sharded; others are gathered."""
     axes, mesh = tuple(sorted(eqn.params["axes"])), jax.typeof(x).sharding.mesh
     free = tuple(i for i in range(x.ndim) if i not in axes)
     is_typed = is_explicit(jax.typeof(x))
@@ -158,8 +161,8 @@ def _may_collide(eqn: Any) -> bool:
 
 
 def _whole(eqn: Any, operands: Sequence[Any]) -> jax.Array:
-    """Returns the result of an operation with whole operands on every device. On explicit axes the result is sharded as
-    the equation's type says, otherwise whole."""
+    """Returns the result of an operation that gets whole operands on every device. On explicit axes the result is
+    sharded as the equation's type says, otherwise whole."""
     if any(is_explicit(jax.typeof(x)) for x in operands):
         d = _plain(eqn, *(_resharded(x, P()) for x in operands))
         return _resharded(d, eqn.outvars[0].aval.sharding.spec)
@@ -169,7 +172,7 @@ def _whole(eqn: Any, operands: Sequence[Any]) -> jax.Array:
 
 
 def _resharded(x: jax.Array, spec: P) -> jax.Array:
-    """Returns `x` with this sharding of its explicit axes, if it has any."""
+    """Returns `x` resharded to `spec` if its mesh has explicit axes, else `x` itself."""
     if not is_explicit(kind := jax.typeof(x)):
         return x
     return meshes.reshard(x, kind.sharding.mesh, kind.sharding.spec, spec, is_explicit=True)

@@ -18,8 +18,8 @@ from jaxmp._src.platform.jax_internals import jax_tracing
 
 
 def find_layers(graph: Graph, products: Sequence[Product], options: Options) -> list[Group]:
-    """Returns a group for each two of these products with relu or gelu between them and, without a level, each gated
-    layer (with any activation), if nothing else reads the hidden layer and it is not resharded."""
+    """Returns a group of each two products with relu or gelu between them and, without a level, of each gated layer
+    (with any activation). Nothing else may read the hidden layer, and it may not be resharded."""
     by_result = {product.result: product for product in products if product.c is None}
     groups = []
     for product in products:
@@ -38,14 +38,16 @@ def find_layers(graph: Graph, products: Sequence[Product], options: Options) -> 
 
 
 def _is_layer(product: Product) -> bool:
-    """True if the product is x @ w, w (k, n), perhaps with a bias and an activation, but no factor or collective."""
+    """True if the product is x @ w, w stored (k, n), perhaps with a bias and an activation, but without factors,
+    scales, an addition, a gather or a collective."""
     is_plain = product.alpha is None and product.collective is None and not product.scales
     is_kept = product.preactivation is None and product.x.gather is None and product.w.gather is None
     return product.is_matrix and is_plain and is_kept and product.w.contract == (0,) and product.c is None
 
 
 def _gated(graph: Graph, hidden: Any, by_result: dict[Any, Product]) -> tuple[Product, Product] | None:
-    """Returns (gate, up) if `hidden` is act(gate) * up, both of one x, and nothing else reads them; else None."""
+    """Returns (gate, up) if `hidden` is act(gate) * up, both are products of one x, and nothing else reads them; else
+    None. `by_result`: the products by their results."""
     eqn = graph.made_by(hidden)
     if eqn is None or eqn.primitive.name != "mul" or any(map(jax_tracing.is_literal, eqn.invars)):
         return None
@@ -59,7 +61,7 @@ def _gated(graph: Graph, hidden: Any, by_result: dict[Any, Product]) -> tuple[Pr
 
 
 def _layers(products: tuple[Product, ...], between: frozenset[int], options: Options) -> Group:
-    """Builds the group of `products`, (first, down) or (gate, up, down), with the equations `between` them."""
+    """Returns the group of `products`, (first, down) or (gate, up, down), with the equations `between` them."""
     biases = (product.bias for product in products if product.bias is not None)
     name = "mlp" if len(products) == 2 else "gated_mlp"
     return Group(
@@ -71,8 +73,9 @@ def _layers(products: tuple[Product, ...], between: frozenset[int], options: Opt
     )
 
 
-# Calls `mlp` for two products, `gated_mlp` for three. `arrays`: the weights, then the biases that there are.
 def _call(products: tuple[Product, ...], options: Options, x: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+    """Returns [the result] of `mlp` for two products, of `gated_mlp` for three. `arrays`: the weights, then the biases
+    that there are."""
     first, down = products[0], products[-1]
     weights = [w.astype(product.w.dtype) for product, w in zip(products, arrays, strict=False)]
     rest = iter(arrays[len(products) :])

@@ -27,7 +27,8 @@ Run = Callable[[Graph, Sequence[int | Group], dict[int, str], Values, Sequence[A
 
 @dataclasses.dataclass(frozen=True)
 class _Scan:
-    """A scan equation of a graph, its body, and how many of its operands all steps share and are carried."""
+    """A scan equation of a graph, its body, and how many of its operands are the same in all steps (`nfixed`) and how
+    many are carried (`ncarry`)."""
 
     index: int
     eqn: Any
@@ -54,9 +55,9 @@ class Pair:
     forward body.
 
     `links`: variables of the backward body, with the forward body's value for each. `left`: by index, why JAX computes
-    a product of the graph. `results`: of the backward body. `stacked`: places of stacked values that other equations
-    read. `crossing`: what the forward body stacks for the backward body. `steps`: for each body.
-    """
+    a product of the graph. `results`: of the backward body. `stacked`: places of the forward scan's stacked results
+    that other equations read. `crossing`: the values that the forward body stacks for the backward body. `steps`: of
+    the forward and of the backward body."""
 
     forward: _Scan
     backward: _Scan
@@ -69,12 +70,10 @@ class Pair:
     steps: tuple[Sequence[int | Group], Sequence[int | Group]]
 
     def run(self, eqn: Any, values: Values, run: Run, evaluate: Callable[[Any, Sequence[Any]], Sequence[Any]]) -> bool:
-        """Evaluates `eqn`, one of the two scans, into `values`, and returns True. Returns False if a call of this scan
-        or, before, of the forward scan was refused: `eqn` then has to be evaluated like any other equation.
-
-        If the backward scan is refused, `evaluate` replaces the forward scan's results. The forward scan sets
-        `values[self]` to what crosses.
-        """
+        """Evaluates `eqn`, one of the two scans, into `values`, and returns True. The forward scan also sets
+        `values[self]`, which the backward scan reads. Returns False if a call of this scan is refused, or was in the
+        forward scan: the caller then has to evaluate `eqn` like any other equation. If the backward scan is refused,
+        the forward scan's results are replaced too, by `evaluate`."""
         forward = self.forward.eqn
         if eqn is not forward and self not in values:
             return False
@@ -91,8 +90,8 @@ class Pair:
                     values |= zip(forward.outvars, evaluate(forward, operands), strict=True)
             return False
 
-    # Adds the results that other equations read, and `values[self]`, what the backward scan reads.
     def _run_forward(self, values: Values, run: Run) -> None:
+        """Adds to `values` the results that other equations read, and `values[self]`, what the backward scan reads."""
         scan = self.forward
         ncarry = scan.ncarry
         stacked = scan.body.outvars[ncarry:]
@@ -108,6 +107,7 @@ class Pair:
         values[self] = dict(zip(self.crossing, crossing, strict=True))
 
     def _run_backward(self, values: Values, run: Run) -> None:
+        """Adds the results of the backward scan to `values`, computed from `values[self]`."""
         scan = self.backward
 
         def results(inner: Values) -> tuple[list[Any], list[Any]]:
@@ -121,8 +121,9 @@ class Pair:
 
 
 def _pair(outer: Graph, forward: _Scan, backward: _Scan, plan: Plan) -> Pair | None:
-    """Pairs two scans of the graph `outer`. Returns None if their lengths differ, if no epilog of the backward body
-    reads an aux of the forward body, or if the forward body would need the backward body."""
+    """Returns the pair of two scans of the graph `outer`; `plan` finds the groups. Returns None if the forward scan
+    stacks nothing for the backward scan alone, if their lengths differ, if no epilog of the backward body reads an aux
+    of the forward body, or if the forward body would need the backward body."""
     first, second, reader = forward.body, backward.body, {backward.index}
     stacked = list(zip(forward.eqn.outvars, first.outvars, strict=True))[forward.ncarry :]
     variables = [(v, inside) for v, inside in stacked if not jax_tracing.is_literal(inside)]
@@ -163,8 +164,9 @@ def _pair(outer: Graph, forward: _Scan, backward: _Scan, plan: Plan) -> Pair | N
 
 
 def _scan(scan: _Scan, values: dict[Any, Any], invars: Sequence[Any], more: dict[Any, Any], results: Any) -> Any:
-    """Returns (carry, stacked) of a scan. `results` computes the same of one step from its values by variable. `more`:
-    further arrays to scan over, by variable. `invars`: the body's variables, None for operands that are not passed."""
+    """Runs a scan and returns (carry, stacked). `results`: computes (carry, stacked) of one step from a dictionary of
+    values by variable. `more`: further arrays to scan over, by variable. `invars`: the body's variables, with None for
+    operands that are not passed."""
     n, start = scan.nfixed, scan.xs.start
     operands = [None if v is None else read(values, x) for v, x in zip(invars, scan.eqn.invars, strict=True)]
 
@@ -196,8 +198,8 @@ def _renamed(eqn: Any, names: dict[Any, Any]) -> Any:
 
 
 def _constants(graph: Graph, scan: _Scan) -> dict[Any, Any]:
-    """Returns the equations before a scan that broadcast literals, by the body's variable for each. JAX moves these
-    equations there, out of derivatives of activations."""
+    """Returns, by the body's variable, the equations before a scan that make its fixed operands from literals alone
+    (broadcasts and reshards). JAX moves these equations there, out of derivatives of activations."""
     found = {}
     for outside, inside in zip(scan.eqn.invars[: scan.nfixed], scan.body.invars, strict=False):
         eqn = graph.made_by(outside)
@@ -211,7 +213,7 @@ def _constants(graph: Graph, scan: _Scan) -> dict[Any, Any]:
 
 
 def find_pairs(graph: Graph, plan: Plan) -> dict[int, Pair]:
-    """Returns the pairs of scans (`_pair`) by the index of each scan, at most one for each; `plan` finds the groups."""
+    """Returns the pairs of scans (`_pair`), each under the indices of both scans. A scan is in at most one pair."""
     indices = [i for i, eqn in enumerate(graph.equations) if eqn.primitive.name == "scan" and not eqn.effects]
     if len(indices) < 2:
         return {}

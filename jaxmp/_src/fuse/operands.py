@@ -25,9 +25,9 @@ class Gather:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """A product's operand: `value`, cast to `dtype`, and its contracted and batch dimensions. The call does the
-    `equations` after it too: an all_gather (`gather`; then `value` is a shard), a reshard, casts, a conjugation,
-    transposes and pvary."""
+    """A product's operand: `value`, cast to `dtype`, and its contracted and batch dimensions. `equations`: the indices
+    of equations between `value` and the product that the call does too: an all_gather (`gather`; then `value` is a
+    shard), a reshard, casts, a conjugation, transposes and pvary."""
 
     value: Any
     dtype: np.dtype
@@ -58,13 +58,13 @@ class Operand:
         return not self.batch and (self.has_rows_first or self.contract == tuple(range(len(self.contract))))
 
     def folds(self, dimension: int) -> bool:
-        """True if blocks along this dimension are blocks of rows or columns of the matrix that the operand folds into:
-        the first contracted or free dimension, or, with rows first, the last free one (those before stay a batch)."""
+        """True if blocks along this dimension are blocks of rows or columns of the matrix that the operand folds into.
+        It is then the first contracted or free one or, with rows first, the last free one (others stay a batch)."""
         return dimension in (self.contract[:1] + self.free[:1]) or (self.has_rows_first and dimension in self.free[-1:])
 
 
 def axes_of_type(aval: Any) -> tuple[tuple[str, ...], ...]:
-    """Returns the explicit axes that shard each dimension, () if none do."""
+    """Returns for each dimension the explicit axes that shard it, or ()."""
     spec = aval.sharding.spec.partitions
     entries = [spec[i] if i < len(spec) else None for i in range(len(aval.shape))]
     return tuple(
@@ -73,8 +73,8 @@ def axes_of_type(aval: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def is_auto(aval: Any) -> bool:
-    """True if XLA shards a type's values: all axes of its mesh, or else of the mesh that is set, are automatic, and
-    there are several devices."""
+    """True if XLA shards a type's values: there are several devices, and all axes are automatic, of the type's mesh or,
+    if it has none, of the mesh that is set."""
     mesh = aval.sharding.mesh if not aval.sharding.mesh.empty else jax.sharding.get_abstract_mesh()
     return not mesh.empty and mesh.size > 1 and set(mesh.axis_types) == {AxisType.Auto}
 
@@ -98,8 +98,8 @@ def operand_of(
 ) -> Operand:
     """Returns the operand of a product that reads `v` with these dimension numbers. Goes back from `v` over what a call
     does: transposes, conjugations, pvary if `over_pvary` (the call's gradient does its transpose, a sum), and one
-    gather of the indices `gathers`, with casts and pvary after it. Other casts stay before the product. If `gathers` is
-    empty, goes only over values that nothing else reads."""
+    gather of the indices `gathers`, with casts and pvary after it. Other casts stay outside the operand. If `gathers`
+    is empty, goes only over values that nothing else reads."""
     now = best = Operand(v, v.aval.dtype, tuple(contract), tuple(batch))
     while (eqn := graph.made_by(now.value)) is not None and not all(map(jax_tracing.is_literal, eqn.invars[:1])):
         i, name = graph.producer[now.value], eqn.primitive.name
@@ -123,7 +123,7 @@ def _of_all_gather(operand: Operand, eqn: Any) -> Operand:
 
 
 def _of_transpose(operand: Operand, eqn: Any) -> Operand | None:
-    """Returns the operand before a transpose; None if free dimensions change their order, or after an all_gather."""
+    """Returns the operand before a transpose; None if free dimensions change their order, or before an all_gather."""
     contract, batch, free = (
         tuple(eqn.params["permutation"][d] for d in dims) for dims in (operand.contract, operand.batch, operand.free)
     )
@@ -132,7 +132,7 @@ def _of_transpose(operand: Operand, eqn: Any) -> Operand | None:
 
 
 def _of_cast(operand: Operand, eqn: Any) -> Operand | None:
-    """Returns the operand if a cast is from floating point, else None. The cast may come before or after a gather."""
+    """Returns the operand unchanged if `eqn` casts from floating point, else None."""
     return operand if jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating) else None
 
 

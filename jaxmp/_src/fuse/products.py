@@ -102,9 +102,9 @@ def _is_shared(lhs: Operand, rhs: Operand) -> bool:
 
 
 def product_at(graph: Graph, index: int, gathers: frozenset[int], *, epilogs: bool, manual: bool) -> Product:
-    """Returns the product of the `dot_general` at `index`, with the operations that its call can do. `gathers`: indices
-    of the gathers that calls do. `epilogs`: calls also do scales, factors, biases, activations and additions. `manual`:
-    the jaxpr is inside shard_map, where the call may do a sum over ranks; otherwise it may do a reshard."""
+    """Returns the product of the `dot_general` at `index`, with all operations around it that its call can do.
+    `gathers`: indices of the gathers that calls do. `epilogs`: calls also do scales, factors, biases, activations and
+    additions. `manual`: the jaxpr is inside shard_map, so calls may do a sum over ranks; else they may do a reshard."""
     product = bare(graph, index, gathers)
     product = _with_cast(graph, product)
     product = _with_transpose(graph, product)
@@ -123,8 +123,8 @@ def product_at(graph: Graph, index: int, gathers: frozenset[int], *, epilogs: bo
 
 
 def bare(graph: Graph, index: int, gathers: frozenset[int] = frozenset()) -> Product:
-    """Returns the product of the `dot_general` at `index`, with operations on its operands only (`operand_of`). They
-    include pvary unless the result would then vary over fewer axes."""
+    """Returns the product of the `dot_general` at `index`, with only operations before it (`operand_of`). These include
+    pvary, unless the result would then vary over fewer axes."""
     eqn: Any = graph.equations[index]
     contract, batch = eqn.params["dimension_numbers"]
     for over_pvary in (True, False):
@@ -149,15 +149,16 @@ def bare(graph: Graph, index: int, gathers: frozenset[int] = frozenset()) -> Pro
 
 
 def collective_after(graph: Graph, index: int) -> Any | None:
-    """Returns the sum over ranks that a product's call could do if it gathered nothing, or None; None outside
-    shard_map."""
+    """Returns the equation of the sum over ranks that a product's call could do if it gathered nothing. Returns None if
+    there is none, and outside shard_map."""
     product = _with_transpose(graph, _with_cast(graph, bare(graph, index)))
     found = _with_collective(graph, product, manual=True, factors=True)
     return found.collective if jax_tracing.manual_axes() else None
 
 
 def is_summed_with_others(graph: Graph, product: Product) -> bool:
-    """True if additions, and perhaps casts and transposes, come between the product and a sum over ranks."""
+    """True if a sum over ranks reads the product after at least one addition and perhaps casts and transposes, and
+    nothing else reads the values between."""
     v, is_sum = (product.before or product).result, False  # an addition may be part of the call, as c
     while (i := graph.only_reader(v)) is not None:
         eqn = graph.equations[i]
@@ -181,7 +182,7 @@ def _after(product: Product, i: int, eqn: Any, **changes: Any) -> Product:
 
 # Each `_with` function returns the product itself if the call cannot do the next operation.
 def _with_cast(graph: Graph, product: Product) -> Product:
-    """Takes in a cast of a float32 result to the operands' 16-bit type, because the sum is rounded once either way."""
+    """Takes in a cast of a float32 result to the operands' 16-bit type (the wide one of two): one rounding anyway."""
     found = _next(graph, product, "convert_element_type")
     dtypes = product.lhs.dtype, product.rhs.dtype
     wide = low_precision.operand_type(*dtypes)
@@ -192,7 +193,7 @@ def _with_cast(graph: Graph, product: Product) -> Product:
 
 
 def _with_transpose(graph: Graph, product: Product) -> Product:
-    """Takes in transposes that swap all rows with all columns, by swapping the operands, unless there is a batch."""
+    """Takes in transposes that swap all rows with all columns, by swapping the operands; none if there is a batch."""
     while (found := _next(graph, product, "transpose")) is not None and not product.lhs.batch:
         rows, cols = len(product.x.free), len(product.w.free)
         if found[1].params["permutation"] != (*range(rows, rows + cols), *range(rows)):
@@ -201,8 +202,9 @@ def _with_transpose(graph: Graph, product: Product) -> Product:
     return product
 
 
-# Takes in a reshard on explicit axes or, if `manual`, a sum over ranks, with factors before it if `factors`.
 def _with_collective(graph: Graph, product: Product, *, manual: bool, factors: bool) -> Product:
+    """Takes in a reshard on explicit axes or, if `manual`, a sum over ranks; with `factors`, also the factors before
+    it."""
     if not manual:
         found = _next(graph, product, "reshard")
         if found is None or not is_explicit(product.result.aval) or not is_explicit(found[1].outvars[0].aval):
@@ -221,10 +223,10 @@ def _with_collective(graph: Graph, product: Product, *, manual: bool, factors: b
 
 
 def _with_factors(graph: Graph, product: Product) -> Product:
-    """Takes in negations and literal numbers (not 0 or infinity) that multiply or divide a product of floating point
-    before its sum over ranks, as alpha. The call multiplies its sums in the accumulator's type, which overflows and
-    underflows less than 16 bits. A divisor that is not a power of 2 becomes one of `divisors`, which divide the result
-    of the call, unless the result has 16 bits or fewer: multiplication by its reciprocal would give other bits."""
+    """Takes in negations, and literal numbers (not 0 or infinity) that multiply or divide a product of floating point,
+    as alpha. The call multiplies its sums in the accumulator's type, which overflows and underflows less than 16 bits.
+    A divisor that is not a power of 2 becomes one of `divisors`, which divide the call's result, because multiplication
+    by its reciprocal would give other bits. In a result of 16 bits or fewer it is part of alpha too."""
     while jnp.issubdtype(product.dtype, jnp.floating) and (i := graph.only_reader(product.result)) is not None:
         eqn = graph.equations[i]
         name, others = eqn.primitive.name, [v for v in eqn.invars if v is not product.result]
@@ -260,9 +262,9 @@ def _scatters(product: Product, eqn: Any) -> bool:
 
 
 def _with_scales(graph: Graph, product: Product) -> Product:
-    """Takes in one or two float32 factors (of rows, of columns or of the tensor) after a cast of exact int8 sums to
-    float32, and then a cast. A factor has to be sharded like its operand. Takes in nothing without factors, or if ranks
-    share the product by name."""
+    """Takes in the cast of int8 sums to float32, one or two float32 factors after it (of rows, of columns or of the
+    tensor), and then a cast. A factor has to be sharded like its operand. Takes in nothing if there is no such factor,
+    or if ranks share the product by name."""
     found, shape = _next(graph, product, "convert_element_type"), product.result.aval.shape
     is_int8 = {product.lhs.dtype.name, product.rhs.dtype.name} == {"int8"} and product.dtype == np.int32
     if not is_int8 or not product.is_matrix or product.is_shared_by_name or found is None:
@@ -298,6 +300,7 @@ def _with_scales(graph: Graph, product: Product) -> Product:
 
 
 def _with_alpha(graph: Graph, product: Product) -> Product:
+    """Takes in the multiplication by a literal number, as alpha."""
     found = _next(graph, product, "mul")
     if found is None:
         return product
@@ -306,8 +309,8 @@ def _with_alpha(graph: Graph, product: Product) -> Product:
     return _after(product, *found, alpha=before * float(scalars[0].val)) if len(scalars) == 1 else product
 
 
-# Takes in the addition of a vector of columns of the result's type, repeated for each row.
 def _with_bias(graph: Graph, product: Product) -> Product:
+    """Takes in the addition of a vector of columns of the result's type, repeated for each row."""
     found = _next(graph, product, "add")
     if found is None:
         return product
@@ -324,7 +327,8 @@ def _with_bias(graph: Graph, product: Product) -> Product:
 
 
 def _broadcast_vector(graph: Graph, v: Any, columns: int) -> tuple[Any, tuple[int, ...]] | None:
-    """Returns (the vector of `columns` numbers that is each row of `v`, equations that repeat it), or None."""
+    """Returns (the vector of `columns` numbers that is each row of `v`, the indices of the equations that repeat it),
+    or None if the rows are not one repeated vector."""
     equations: tuple[int, ...] = ()
     while (eqn := graph.made_by(v)) is not None and eqn.invars and not jax_tracing.is_literal(eqn.invars[0]):
         name, (x, *rest) = eqn.primitive.name, eqn.invars
@@ -341,9 +345,9 @@ def _broadcast_vector(graph: Graph, v: Any, columns: int) -> tuple[Any, tuple[in
     return (v, equations) if v.aval.shape == (columns,) and equations else None
 
 
-# Takes in an activation (`templates.ACTIVATIONS`), unless there is an alpha. If other equations read its argument, gelu
-# only.
 def _with_activation(graph: Graph, product: Product) -> Product:
+    """Takes in an activation (`templates.ACTIVATIONS`), unless there is an alpha. If other equations read its argument,
+    takes in gelu only, and the call returns the argument too."""
     if product.alpha is not None:
         return product
     for activation in ACTIVATIONS:
@@ -367,7 +371,8 @@ def _with_activation(graph: Graph, product: Product) -> Product:
 
 
 def _with_c(graph: Graph, product: Product) -> Product:
-    """Takes in the addition of an array of exactly the result's type, sharding included, as c, unless x is a vector."""
+    """Takes in the addition of an array of exactly the result's type, sharding included, as c, unless x is a vector.
+    `before` is then the product without it."""
     found = _next(graph, product, "add") or _next(graph, product, "add_any")
     if found is None or product.x.ndim == 1:
         return product

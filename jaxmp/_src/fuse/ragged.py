@@ -19,13 +19,13 @@ from jaxmp._src.platform.jax_internals import jax_tracing
 
 
 def is_of_xla(eqn: Any, options: Options) -> bool:
-    """True if a call for this `ragged_dot_general` would itself run XLA's product on this platform, at this level."""
+    """True if a call for this `ragged_dot_general` would itself run XLA's product, here and with these options."""
     where = dataclasses.replace(decide.here(), is_on_shards=not is_auto(eqn.invars[0].aval))
     return bool(decide.why_xla(options.implementation, options.level, where, is_global=True))
 
 
 def call(eqn: Any, options: Options, operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns [the result of a `ragged_dot_general`] from one call. Raises NotAvailable if it has another type."""
+    """Returns [the result of a `ragged_dot_general`] from one call. Raises NotAvailable if its type is not JAX's."""
     (lhs, rhs, sizes), aval = operands, eqn.outvars[0].aval
     d = ragged_dot_general(
         lhs,

@@ -71,8 +71,8 @@ def name_of_refusal(error: Exception) -> str:
 
 
 def safely(equations: Sequence[Any], analyze: Callable[[], Result]) -> Result | None:
-    """Returns the result of an analysis of equations. If it raises a refusal or another fault of jaxmp, warns and
-    returns None; raises other errors (`report`)."""
+    """Returns the result of `analyze`, an analysis of equations. If it fails by a refusal or a fault of jaxmp, warns
+    and returns None; raises errors of a run (`check_is_fault`)."""
     try:
         return analyze()
     except Exception as error:
@@ -81,9 +81,9 @@ def safely(equations: Sequence[Any], analyze: Callable[[], Result]) -> Result | 
 
 
 def check_is_fault(error: Exception, equations: Sequence[Any] = ()) -> None:
-    """Returns for a refusal. Raises any other error if it is of a run (a RuntimeError, Warning or FloatingPointError,
-    but no NotImplementedError) or if any of `equations` has effects, because neither effects nor a run that failed,
-    perhaps in one process of several, can be repeated. Returns for the rest, which are faults of jaxmp."""
+    """Returns if `error` is a refusal or a fault of jaxmp, so that JAX may run the equations instead. Raises an error
+    of a run (a RuntimeError, Warning or FloatingPointError, but no NotImplementedError), and any error but a refusal if
+    one of `equations` has effects. Effects, and a run that failed in one process of several, cannot be repeated."""
     if isinstance(error, Refusal):
         return
     is_of_a_run = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
@@ -93,7 +93,7 @@ def check_is_fault(error: Exception, equations: Sequence[Any] = ()) -> None:
 
 
 def report(equations: Sequence[Any], error: Exception) -> None:
-    """Warns that jaxmp fails on equations, or raises the error if it is of a run (`check_is_fault`)."""
+    """Warns that jaxmp fails on equations. Raises an error of a run instead (`check_is_fault`)."""
     check_is_fault(error)
     lines = [line for line in dict.fromkeys(map(jax_compat.traced_line, equations)) if line]
     warnings.warn(

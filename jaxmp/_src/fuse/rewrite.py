@@ -37,9 +37,9 @@ class Rewriter:
         return self.results(Graph.of(jaxpr), known)
 
     def results(self, graph: Graph, known: dict[Any, Any]) -> list[Any]:
-        """Returns the results of a graph. `known`: the values of its arguments and constants. Unread equations run too.
-        After the outermost jaxpr, raises NotImplementedError if `strict` and products or sums do not keep the level,
-        and warns of other operations that do not."""
+        """Returns the results of a graph. `known`: the values of its arguments and constants. Equations that nothing
+        reads run too. After the outermost graph, raises NotImplementedError if `strict` and any product, sum or
+        elementwise operation does not keep the level. Under a global order warns of operations in `held.PARTED`."""
         values, results = dict(known), graph.results
         graph = Graph(graph.equations, [*results, *graph.unread()])
         self._depth += 1
@@ -75,8 +75,8 @@ class Rewriter:
         *,
         pairs: Mapping[int, loops.Pair] = types.MappingProxyType({}),
     ) -> None:
-        """Evaluates steps in this order. Adds to `values` at least what later steps read and is `wanted`. `left`: by
-        index, why JAX computes a product. `pairs`: by the index of each scan, its pair."""
+        """Evaluates steps in this order. Adds to `values` at least what is `wanted` and what later steps read. `left`:
+        by index, why JAX computes a product. `pairs`: by the index of each scan that is in a pair, the pair."""
         wanted = {*wanted, *(v for step in steps if isinstance(step, Group) for v in step.variables)}
         evaluate = functools.partial(control_flow.evaluate, self._functions)
         for is_plain, segment in itertools.groupby(steps, lambda step: self._is_plain(graph, step)):
@@ -94,9 +94,9 @@ class Rewriter:
                 values |= zip(eqn.outvars, self._equation(eqn, operands, left.get(step, "")), strict=True)
 
     def _is_plain(self, graph: Graph, step: int | Group) -> bool:
-        """True if a step is an equation that needs nothing of the rewriter. False for groups, products, operations with
-        products in their derivatives, narrow gathers, equations with jaxprs or effects, and at a level for equations
-        that `held.is_held` and sums over devices (`held.parts`)."""
+        """True if JAX can evaluate a step as it is. False for groups, products, operations with products in their
+        derivatives, narrow gathers, equations with jaxprs or effects, and at a level for equations that `held.is_held`
+        and sums over devices (`held.parts`)."""
         eqn = None if isinstance(step, Group) else graph.equations[step]
         if eqn is None or eqn.primitive.name in (*PRODUCTS, *DERIVED) or not jax_tracing.is_plain(eqn):
             return False
@@ -121,8 +121,8 @@ class Rewriter:
 
     def _without(self, graph: Graph, group: Group, values: dict[Any, Any], why: str) -> None:
         """Evaluates the equations that a group replaces, without its call. At a level, each product becomes a call of
-        its own, unless the group was one; else JAX computes it, with the reason `why` in its name stack. Raises
-        UnknownError if an equation reads a value that another scan's body makes."""
+        its own, unless the group was such a call already. JAX computes other products, with the reason `why` in their
+        name stack. Raises UnknownError if an equation reads a value that another scan's body makes."""
         parts: list[Group] = []
         if self.options.level.fixed_order and group.what != "bare":
             dots = (i for i in group.equations if graph.equations[i].primitive.name == "dot_general")
@@ -137,9 +137,9 @@ class Rewriter:
         self._run(graph, steps, dict.fromkeys(group.equations, why), values)
 
     def _why_not(self, eqn: Any, error: Exception, *, is_lost: bool = True) -> str:
-        """Returns the name of the reason why JAX gets an equation after an error: a refusal's text, or "failed" for a
-        fault of jaxmp. If `is_lost`, notes at a level that its products are lost; warns of a fault that it does not
-        note. Raises an error of a run (`check_is_fault`)."""
+        """Returns the name of the reason why JAX gets an equation after `error`: a refusal's text, or "failed" for a
+        fault of jaxmp. At a level, notes that the equation's products are lost, if `is_lost`. Warns of a fault without
+        such a note. Raises an error of a run (`check_is_fault`)."""
         check_is_fault(error, [eqn])
         if isinstance(error, Refusal):
             if is_lost:
@@ -152,14 +152,15 @@ class Rewriter:
         return "failed"
 
     def _lose(self, eqn: Any, why: str) -> None:
-        """Notes, at a level, that JAX computes the products of an equation, so that they do not keep the level."""
+        """At a level, notes (`_lose_one`) each product of an equation that JAX computes, as not keeping the level."""
         if not self.options.level.fixed_order:
             return
         for product in control_flow.products_in(eqn):
             self._lose_one("product", product, eqn, why=why)
 
     def _lose_one(self, what: str, *equations: Any, why: str) -> None:
-        """Notes that JAX computes an operation, a `what`; warns if not `strict`. `equations`: it and what is around."""
+        """Notes that JAX computes an operation, a `what`, which does not keep the level; if not `strict`, warns at
+        once. `equations`: it and what is around it."""
         text = f"the {what} at {self._line(*equations)}: {why}"
         if self.options.strict:
             self._lost[text] = None
@@ -173,8 +174,8 @@ class Rewriter:
         return next(filter(None, lines), "an unknown line")
 
     def _of_its_own(self, eqn: Any, operands: Sequence[Any]) -> tuple[Sequence[Any], str]:
-        """Returns (results of the call for a `ragged_dot_general` or `scaled_matmul`, ""), or ([], why there is no
-        call). Then at a level the product is noted as lost."""
+        """Returns (results of the call for a `ragged_dot_general` or `scaled_matmul`, ""). If there is no call, returns
+        ([], the name of the reason), and at a level notes the product as lost."""
         is_ragged = eqn.primitive.name == "ragged_dot_general"
         if is_ragged and ragged.is_of_xla(eqn, self.options):
             self._lose(eqn, REASONS["groups"])
@@ -187,7 +188,7 @@ class Rewriter:
 
     def _held(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         """Returns the results of an equation that `is_held` in the form that keeps the level. If jaxmp refuses it or
-        fails, notes it as lost, and JAX evaluates the equation."""
+        fails, notes the operation as lost, and JAX evaluates the equation."""
         with jax_tracing.traced_as(eqn):
             try:
                 return [*map(_as_weak_as, eqn.outvars, held.evaluate(eqn, operands, self.options))]
@@ -198,8 +199,9 @@ class Rewriter:
                 self._lose_one(what, eqn, why=f"{why}: {error}")
             return jax_tracing.evaluate(eqn, operands)
 
-    # Returns the results of an equation that no group replaces and that is not `_is_plain`. `why`: a reason for JAX.
     def _equation(self, eqn: Any, operands: Sequence[Any], why: str) -> Sequence[Any]:
+        """Returns the results of an equation that no group replaces and that is not `_is_plain`. `why`: why JAX
+        computes it, for the name stack of a product; "" if not known."""
         name = eqn.primitive.name
         if name in ("ragged_dot_general", "scaled_matmul_wrapper"):
             results, why = self._of_its_own(eqn, operands)

@@ -29,8 +29,8 @@ from jaxmp._src.fuse.operands import is_auto, is_explicit
 def call(eqn: Any, options: Options, operands: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns [the result of a `scaled_matmul`]. MXFP8 and NVFP4 run as one low-precision product for each element of
     the batch, padded to whole tiles. Other types, automatic axes, and products that this refuses (for example shards
-    that do not fit tiles) are decoded and multiplied in a wide type. JAX gives the result's type no sharding: the
-    result is sharded like its operands or, if that is refused, whole. Raises the last refusal if all are refused."""
+    that do not fit tiles) are decoded and multiplied in a wide type. JAX's type of the result has no sharding: it is
+    sharded like its operands or, if that is refused, whole. Raises the last refusal if all are refused."""
     aval, mode = eqn.outvars[0].aval, _mode(*operands)
     programs: list[Callable[..., jax.Array]] = [_decoded]
     if mode is not None and not is_auto(aval):
@@ -51,8 +51,9 @@ def call(eqn: Any, options: Options, operands: Sequence[jax.Array]) -> list[jax.
     raise refusal
 
 
-# Pads the operands to tiles, multiplies each element of the batch by a scaled product, and cuts off the padding.
 def _scaled(mode: str, request: Any, *operands: jax.Array) -> jax.Array:
+    """Pads the operands to tiles, multiplies each element of the batch by a scaled product, and cuts off the padding.
+    `request`: makes the Request of one product."""
     k, size = (64 if mode == low_precision.VEC16 else 128), low_precision.BLOCK[mode]
     units = (128, k), (128, k), (128, k // size), (128, k // size)
     d = _each(
@@ -63,8 +64,8 @@ def _scaled(mode: str, request: Any, *operands: jax.Array) -> jax.Array:
 
 
 def _decoded(request: Any, a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) -> jax.Array:
-    """Returns the product of the decoded operands, in bfloat16 for MXFP8 and NVFP4, because it represents each number
-    times its block's scale, else in float32."""
+    """Returns the product of the decoded operands, multiplied in float32. MXFP8 and NVFP4 are decoded to bfloat16
+    instead, which represents each number times its block's scale."""
     wide = jnp.bfloat16 if _mode(a, b, scale_a, scale_b) else jnp.float32
     return _each(lambda a, b: product(request(a, b)), [_times(a, scale_a, wide), _times(b, scale_b, wide)])
 
@@ -79,7 +80,7 @@ def _each(f: Any, operands: Sequence[jax.Array]) -> jax.Array:
 
 
 def _mode(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) -> str | None:
-    """Returns the mode of MXFP8 (VEC32) or NVFP4 (VEC16) operands, None for other types, scales or block sizes."""
+    """Returns VEC32 for MXFP8 operands, VEC16 for NVFP4 operands, by types, scales and block sizes; else None."""
     if not low_precision.result_dtypes(a.dtype, b.dtype) or not low_precision.is_scaled(a.dtype):
         return None
     mode = low_precision.VEC16 if a.dtype.name == low_precision.FLOAT4 else low_precision.VEC32

@@ -39,15 +39,16 @@ class Scale:
         return Scale(self.value, tuple(None if d is None else order[d] for d in self.dims))
 
     def is_sharded_as(self, aval: Any) -> bool:
-        """True if its value is sharded like the dimensions of an array of type `aval` along which it varies; always if
-        it varies along none, or `aval` has no explicit axes."""
+        """True if the scale is sharded like the dimensions of an array of type `aval` along which it varies. Always
+        true if it varies along none, or if `aval` has no explicit axes."""
         if not self.varying or not is_explicit(aval):
             return True
         own, axes = axes_of_type(self.value.aval), axes_of_type(aval)
         return all(own[i] == (() if d is None else axes[d]) for i, d in enumerate(self.dims))
 
     def times(self, x: jax.Array, value: Any) -> jax.Array:
-        """Returns x times the scale, multiplied in float32, in the type of x. `value`: the array of `self.value`."""
+        """Returns x times the scale, multiplied in float32 and rounded to the type of x. `value`: the array of
+        `self.value`."""
         factor = lax.squeeze(jnp.asarray(value, jnp.float32), [i for i, d in enumerate(self.dims) if d is None])
         factor = lax.transpose(factor, sorted(range(factor.ndim), key=self.varying.__getitem__))
         if self.varying:
@@ -73,7 +74,7 @@ class Parts:
 
     def reshaped(self, dims: Sequence[Sequence[Part]], shape: Sequence[int]) -> tuple[tuple[Part, ...], ...] | None:
         """Returns the parts of each dimension after a reshape of an array with the parts `dims` to `shape`, and cuts
-        parts where needed. None if extents do not divide, or are symbolic; some parts may be cut even then."""
+        parts where needed. Returns None if extents do not divide or are symbolic; parts may be cut even then."""
         left, found = [*itertools.chain(*self.of(dims))], []
         if not all(isinstance(extent, int) for extent in (*shape, *map(self.sizes.get, left))):
             return None
@@ -94,8 +95,8 @@ class Parts:
         return tuple(found)
 
     def spread(self, x: Any, dims: Sequence[Sequence[Part]], over: Sequence[Part]) -> jax.Array:
-        """Returns the scale `x`, with the parts `dims`, as a float32 factor of sums (`of_sums`), repeated to one
-        dimension for each part in `over`, which has all parts of `dims`."""
+        """Returns the scale `x`, with the parts `dims`, as a float32 factor of sums (`of_sums`) with one dimension for
+        each part in `over`. It is repeated along parts that `dims` lacks; `over` has all parts of `dims`."""
         own = tuple(itertools.chain(*dims))
         x = jnp.reshape(of_sums(x), [self.sizes[part] for part in own])
         at = [over.index(part) for part in own]
@@ -110,9 +111,9 @@ def of_sums(scale: Any) -> jax.Array:
 
 
 def summable(x: jax.Array, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
-    """Returns (x times powers of two, the inverse powers), one power for each sum along `dims`: 2**-64 for numbers
-    above 2**63, 2**32 for numbers below 2**-96, else 1. It keeps sums of narrow numbers in float32's range. float16
-    stays."""
+    """Returns (x times powers of two, the inverse powers with extent 1 along `dims`). There is one power for each sum
+    along `dims`, by its largest number: 2**-64 above 2**63, 2**32 below 2**-96, else 1. It keeps sums of narrow numbers
+    in float32's range. A float16 x is returned unchanged, with ones."""
     if x.dtype == np.float16:
         return x, jnp.ones([1 if i in dims else n for i, n in enumerate(x.shape)], jnp.float32)
     most = jnp.max(jnp.abs(lax.stop_gradient(x)), dims, keepdims=True, initial=0)
@@ -130,8 +131,8 @@ def centred(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def repeated(graph: Graph, v: Any, parts: Parts, dims: Any) -> tuple[Any, Any]:
-    """Returns (the array that `v` repeats by broadcasts and by reshapes of broadcasts, the parts of its dimensions); v
-    itself if it repeats none. `dims`: the parts of v's dimensions. A dimension of extent 1 has no parts."""
+    """Returns (the array that `v` repeats, the parts of its dimensions), through broadcasts and reshapes of broadcasts;
+    `v` itself if it repeats none. `dims`: the parts of v's dimensions. A dimension of extent 1 has no parts."""
 
     def varying(v: Any, dims: Any) -> Any:
         return tuple(dim if extent > 1 else () for dim, extent in zip(dims, v.aval.shape, strict=True))

@@ -59,7 +59,7 @@ def gelu_cotangent(z: Any, cotangent: Any) -> Any:
 
 
 def find_activation(graph: Graph, activation: Activation, v: Any) -> Match | None:
-    """Returns the equations that apply an activation to the value `v`, or None; keeps the answer in `graph.matches`."""
+    """Returns the equations that apply an activation to the value `v`, or None. Keeps the answer in `graph.matches`."""
     if activation.reader not in (graph.equations[i].primitive.name for i in graph.readers(v) if i != RESULT):
         return None
     if (activation, v) not in graph.matches:
@@ -70,8 +70,8 @@ def find_activation(graph: Graph, activation: Activation, v: Any) -> Match | Non
 
 
 def find_cotangent(graph: Graph, function: Function, match: Match, cotangents: frozenset[Any]) -> Match | None:
-    """Returns the equations that compute `function(z, cotangent)`, z the argument of the activation `match` and
-    cotangent one of `cotangents`; or None."""
+    """Returns the equations that compute `function(z, cotangent)`, or None. z is the argument of the activation
+    `match`, and cotangent is one of `cotangents`."""
     (v,) = match.arguments
     has_one = jnp.issubdtype(v.aval.dtype, jnp.inexact)
     template = flat(function, (v.aval, match.output.aval)) if has_one else None
@@ -80,8 +80,8 @@ def find_cotangent(graph: Graph, function: Function, match: Match, cotangents: f
 
 @jax_compat.cache_in_context(1024)
 def flat(function: Function, avals: tuple[Any, ...]) -> jax_compat.Jaxpr | None:
-    """Returns a function's jaxpr for these types, without dead code, traced once; None if the function does not take
-    them (TypeError, ValueError) or its jaxpr has constants."""
+    """Returns a function's jaxpr for arguments of these types, without dead code, traced once. Returns None if the
+    function does not take them (TypeError, ValueError) or its jaxpr has constants."""
     try:
         jaxpr, consts = jax_tracing.trace(lambda *xs: [function(*xs)], avals)
     except (TypeError, ValueError):  # from JAX: a type that the function does not take
@@ -90,9 +90,9 @@ def flat(function: Function, avals: tuple[Any, ...]) -> jax_compat.Jaxpr | None:
 
 
 def unify(graph: Graph, template: jax_tracing.Jaxpr, arguments: Sequence[Any]) -> Match | None:
-    """Finds the equations of `graph` that match `template` with these arguments; None if there are none. Operands of
-    additions, products, maxima and minima match in either order. An argument may be a set of values. It then stands for
-    the first of them that a matching equation reads."""
+    """Returns the equations of `graph` that match the equations of `template` with these arguments; None if one has no
+    match. Operands of additions, products, maxima and minima match in either order. An argument may be a set of values.
+    It then stands for the first of them that a matching equation reads."""
     known: dict[Any, Any] = dict(zip(template.invars, arguments, strict=True))
     found: list[int] = []
     for wanted in template.eqns:
@@ -130,6 +130,7 @@ Producer = Callable[[Any], Any]
 
 
 def _is_same(eqn: Any, wanted: Any, known: dict[Any, Any], made_by: Producer) -> bool:
+    """True if `eqn` has the primitive, parameters and operands of `wanted`; `known`: values of the template."""
     if eqn.primitive is not wanted.primitive or not _same_params(eqn.params, wanted.params):
         return False
     if len(eqn.outvars) != len(wanted.outvars):
@@ -143,8 +144,8 @@ def _are_operands(haves: Sequence[Any], wants: Sequence[Any], known: dict[Any, A
     return all(_is_operand(have, want, known, made_by) for have, want in zip(haves, wants, strict=True))
 
 
-# True if `have` is a literal of the same type and value as `want`, or the value that `known` has for `want`.
 def _is_operand(have: Any, want: Any, known: dict[Any, Any], made_by: Producer) -> bool:
+    """True if `have` is a literal of the type and value of `want`, or the value that `known` has for `want`."""
     if jax_tracing.is_literal(want):
         return (
             jax_tracing.is_literal(have) and have.aval.dtype == want.aval.dtype and np.array_equal(have.val, want.val)
@@ -173,8 +174,8 @@ def _same_value(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-# True if two jaxprs without constants have equal equations in the same order; names of variables do not count.
 def _same_jaxpr(one: Any, other: Any) -> bool:
+    """True if two jaxprs without constants have equal equations in the same order; names of variables do not count."""
     (a, a_consts), (b, b_consts) = jax_tracing.open_jaxpr(one), jax_tracing.open_jaxpr(other)
     if a_consts or b_consts or len(a.eqns) != len(b.eqns) or [v.aval for v in a.invars] != [v.aval for v in b.invars]:
         return False

@@ -51,7 +51,7 @@ _AFTER = ("reduce_scatter", "reshard", *SUMS)
 @dataclasses.dataclass(frozen=True)
 class Weights:
     """A decoded operand of a product: a narrow value, the equations that move it, and its scales. A scale is (a value,
-    for each of its dimensions the operand's `parts` along which it varies: `scales.Parts`). `ndim`: of the operand."""
+    for each of its dimensions the operand's `parts` along which it varies: `scales.Parts`). `ndim`: the operand's."""
 
     value: Any
     moves: tuple[Any, ...]  # the last one first
@@ -60,7 +60,7 @@ class Weights:
     ndim: int
 
     def plain(self) -> list[Scale] | None:
-        """Returns the scales; None if a scale varies along a part of a dimension of the operand (blocks)."""
+        """Returns the scales as `Scale`s; None if one varies along a part of a dimension (blocks)."""
         whole: dict[Any, int | None] = {self.parts.of([[(i,)]])[0]: i for i in range(self.ndim)} | {(): None}
         found = self.cut()
         if any(dim not in whole for _, dims in found for dim in dims):
@@ -79,7 +79,7 @@ class Weights:
 
 def with_narrow_weights(graph: Graph, options: Options) -> Graph:
     """Returns the graph with gathers and products that read narrow weights as stored, without equations that are then
-    not needed; or `graph` itself if it has none."""
+    not needed. Returns `graph` itself if it has no such weights."""
     opened = each_in_place(graph, _of_decoder)
     moved = each_in_place(opened, functools.partial(_of_gather, opened))
     rules = {"dot_general": _of_narrow, "ragged_dot_general": _of_groups}
@@ -93,8 +93,8 @@ def with_narrow_weights(graph: Graph, options: Options) -> Graph:
 
 
 def _of_decoder(eqn: Any) -> Sequence[Any] | None:
-    """Returns the equations inside a `jit` equation that decodes: it reads a narrow array, only casts, moves, repeats
-    and multiplies (`_DECODES`), and has no given shardings. None for any other equation."""
+    """Returns the equations inside a `jit` equation that decodes: it reads a narrow array, does nothing but cast, move,
+    repeat and multiply (`_DECODES`), and has no given shardings. Returns None for any other equation."""
     if eqn.primitive.name != "jit" or eqn.effects:
         return None
     jaxpr, consts = jax_tracing.open_jaxpr(eqn.params["jaxpr"])
@@ -122,7 +122,7 @@ def _of_decoder(eqn: Any) -> Sequence[Any] | None:
 
 def _of_gather(graph: Graph, eqn: Any) -> Sequence[Any] | None:
     """Returns equations that gather narrow numbers and then multiply by the scales, instead of a gather of decoded
-    ones. None for other equations, for scales of blocks, and if a rank lacks a part of a scale (`_is_whole`)."""
+    numbers. Returns None for other equations, scales of blocks, and unless `_is_whole` for each scale."""
     weights = _weights_of(graph, eqn.invars[0]) if eqn.primitive.name in GATHERS else None
     scales: Any = weights and weights.plain()
     if weights is None or scales is None or not all(_is_whole(graph, scale, eqn) for scale in scales):
@@ -138,8 +138,8 @@ def _of_gather(graph: Graph, eqn: Any) -> Sequence[Any] | None:
 
 
 def _is_whole(graph: Graph, scale: Scale, eqn: Any) -> bool:
-    """True if each rank holds all of a scale that it needs after a gather. At a reshard it has to be sharded like the
-    result. At an all-gather it may not vary along the dimension, and its type has to show that ranks hold the same."""
+    """True if each rank holds all that it needs of a scale after a gather. At a reshard the scale has to be sharded
+    like the result. At an all-gather it may not vary along the gathered dimension or, by its type, between ranks."""
     if eqn.primitive.name == "reshard":
         return scale.is_sharded_as(eqn.outvars[0].aval)
     v = scale.value
@@ -151,10 +151,11 @@ def _is_whole(graph: Graph, scale: Scale, eqn: Any) -> bool:
 
 
 def _of_narrow(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None:
-    """Returns equations that compute a `dot_general` from its narrow weights (the larger ones of two). Returns None
-    without any, with a batch or weak types, and if one scale varies along k and along columns; with scales also before
-    a collective, unless `_are_rows_known`, and if a scale is not sharded like what it multiplies. Scales of blocks are
-    for `_of_blocks`, and None at a level."""
+    """Returns equations that compute a `dot_general` from its narrow weights, the larger ones if both operands are
+    narrow. Returns None without narrow weights, with a batch, weak types or types not in `WIDE`, and if one scale
+    varies along k and along columns. With scales returns None also if only a collective reads the result, if not
+    `_are_rows_known`, or if a scale is not sharded like what it multiplies. With scales of blocks returns `_of_blocks`,
+    at a level None."""
     (contract, batch), out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     dtypes = [v.aval.dtype.name for v in eqn.invars]
     # A call of two types gives a weakly typed operand a weakly typed cotangent, but JAX's product does not.
@@ -216,8 +217,8 @@ def _of_narrow(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
 def _in_place(
     eqn: Any, multiply: Callable[[dict[Any, Any]], jax.Array], operands: Sequence[Any]
 ) -> Sequence[Any] | None:
-    """Returns equations that compute the result of `eqn` by `multiply`, a function of the values of `operands` by
-    variable; None if its result has another type."""
+    """Returns equations that compute the result of `eqn` by `multiply`, to replace `eqn`; None if its result has
+    another type. `multiply` takes the values of the variables `operands`, as a dictionary."""
     variables, is_same = [v for v in operands if not jax_tracing.is_literal(v)], True
 
     def program(*arrays: Any) -> list[Any]:
@@ -238,9 +239,10 @@ def _moved(weights: Weights, q: Any) -> Any:
 
 
 def _of_blocks(eqn: Any, side: int, weights: Weights) -> Sequence[Any] | None:
-    """Returns equations that compute a `dot_general` from the narrow operand `side` (0: lhs), with scales of contiguous
-    blocks of k, as a `ragged_dot` with a group for each block. Returns None on other platforms than CPUs, on explicit
-    axes, with transposes, if k is not first, and if rows times blocks are more than a quarter of k."""
+    """Returns equations that compute a `dot_general` from the narrow operand `side` (0: lhs, 1: rhs), with scales of
+    contiguous blocks of k, as a `ragged_dot` with a group for each block. Returns None on other platforms than CPUs, on
+    explicit axes, if the program transposes the narrow numbers, if k is not first in them or its blocks are not
+    contiguous, and if rows times blocks are more than a quarter of k."""
     contract, out, other = eqn.params["dimension_numbers"][0], eqn.outvars[0].aval, eqn.invars[1 - side]
     rows = [i for i in range(other.aval.ndim) if i not in contract[1 - side]]
     shape, parts = eqn.invars[side].aval.shape, weights.parts
@@ -277,9 +279,9 @@ def _of_blocks(eqn: Any, side: int, weights: Weights) -> Sequence[Any] | None:
 
 
 def _of_groups(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None:
-    """Returns equations that compute a `lax.ragged_dot` from narrow matrices. None without any, for weak types, if XLA
-    multiplies, if shardings do not fit, with scales unless `_are_rows_known`, and for scales of blocks of k at a level
-    or with many rows."""
+    """Returns equations that compute a `lax.ragged_dot` from narrow matrices. Returns None without narrow matrices, for
+    weak types, if XLA would multiply, and if shardings do not fit. With scales returns None unless `_are_rows_known`.
+    For scales of blocks of k returns None at a level, with many rows, or if the blocks are not contiguous."""
     (x, w, sizes), out = eqn.invars, eqn.outvars[0].aval
     is_left = eqn.params["ragged_dot_dimension_numbers"] != MATRICES or any(v.aval.weak_type for v in (x, w))
     dtypes = {v.dtype.name for v in (x.aval, w.aval, out)}
@@ -320,9 +322,9 @@ def _of_groups(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
 
 
 def _are_rows_known(graph: Graph, rows: Scale, out: Any) -> bool:
-    """True if a device knows the largest number in each row of an operand without communication, or does not need it
-    (float16). `rows`: the operand as a Scale, with the result's dimensions of its rows. `out`: the result's type. False
-    on automatic axes, after a gather, and if the result's rows are sharded in another way."""
+    """True if a device knows the largest number in each row of an operand without communication, and always for
+    float16, which does not need it. False on automatic axes, after a gather, and if the result's rows are sharded in
+    another way. `rows`: the operand as a Scale, with the result's dimensions of its rows. `out`: the result's type."""
     v = rows.value
     if v.aval.dtype == np.float16:
         return True
@@ -333,7 +335,7 @@ def _are_rows_known(graph: Graph, rows: Scale, out: Any) -> bool:
 
 
 def _is_moved_after(graph: Graph, v: Any) -> bool:
-    """True if only a collective (psum, reduce_scatter, reshard) reads a result, perhaps cast or transposed."""
+    """True if only a collective (psum, reduce_scatter, reshard) reads `v`, perhaps cast or transposed."""
     while (i := graph.only_reader(v)) is not None:
         eqn = graph.equations[i]
         if eqn.primitive.name not in ("transpose", "convert_element_type"):
@@ -343,7 +345,7 @@ def _is_moved_after(graph: Graph, v: Any) -> bool:
 
 
 def _weights_of(graph: Graph, v: Any) -> Weights | None:
-    """Returns the narrow weights that a program only casts, moves and multiplies by scales to make `v`; else None."""
+    """Returns the narrow weights of `v`, if the program only casts, moves and multiplies them by scales; else None."""
     moves: tuple[Any, ...] = ()
     scales: tuple[Any, ...] = ()
     parts, ndim = Parts(v.aval.shape), v.aval.ndim
@@ -373,9 +375,9 @@ def _weights_of(graph: Graph, v: Any) -> Weights | None:
 
 
 def _factors(graph: Graph, eqn: Any, parts: Parts, dims: Any) -> tuple[Any, Any] | None:
-    """Returns (the full factor, (value, along)) of the multiplication `eqn`; None if no factor repeats a value. The
-    full factor has the result's shape. The other factor repeats `value`, which varies along the parts `along`. `dims`:
-    the parts of the result."""
+    """Returns (the full factor, (value, along)) of the multiplication `eqn`. The full factor has the result's shape.
+    The other factor repeats `value`, which varies along the parts `along`. `dims`: the parts of the result. Returns
+    None if no factor repeats a value."""
     for v, other in (eqn.invars, eqn.invars[::-1]):
         if jax_tracing.is_literal(v) or v.aval.shape != eqn.outvars[0].aval.shape:
             continue

@@ -36,8 +36,9 @@ Preactivations = tuple[list[jax.Array], list[jax.Array]]
 
 
 def as_weak_as(plain: Callable[..., jax.Array], *arrays: Any) -> tuple[Sequence[Any], Callable[[Any], jax.Array]]:
-    """Returns (the arrays to pass to a layer, a function to apply to the layer's result). The result then has the dtype
-    and the weak type of `plain(*arrays)`, the same layer in jnp, and cotangents have the weak types of its cotangents.
+    """Returns (the arrays to pass to a layer, a function to apply to the layer's result), which give the layer JAX's
+    weak types. The result then has the dtype and the weak type of `plain(*arrays)`, the same layer in jnp, and
+    cotangents have the weak types of its cotangents. An array that is None stays None.
 
     Returns `arrays` and the identity if no array is weak, if one is neither an array nor None, or if `plain` raises."""
     given = [x for x in arrays if x is not None]
@@ -70,7 +71,8 @@ def _strong(x: Any, cotangent: jax.ShapeDtypeStruct) -> Any:
 
 
 def of_vector(layer: Callable[..., Any], x: Any, *operands: Any, **options: Any) -> jax.Array:
-    """Returns `layer(x[None], ...)[0]` for a vector `x`; shardings in `options` get an entry for the new dimension."""
+    """Returns `layer(x[None], *operands, **options)[0]` for a vector `x`. `out_sharding`, `hidden_sharding` and x's
+    entry of `in_shardings` in `options` get an entry for the new dimension."""
     names = {"hidden_sharding", "out_sharding", "in_shardings"}.intersection(options)
     rows = layer(x[None], *operands, **options | {name: meshes.of_one_row(options[name]) for name in names})
     row: jax.Array = rows[0]
@@ -82,8 +84,8 @@ def plain_dense(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array
 
 
 def check_spec(spec: MatmulSpec) -> None:
-    """Raises NotImplementedError where XLA may apply no activation: with `determinism` "batch" or "topology", to a
-    result of integers or of 8 bits and fewer, and to float8 or float4 products with a bias of float16."""
+    """Raises NotImplementedError for products after which XLA cannot apply an activation: with `determinism` "batch" or
+    "topology", a result of integers or of 8 bits and fewer, or float8 or float4 with a bias of float16."""
     if spec.fixed_reduction_order:
         raise NotAvailable(
             f'with {spec.level} activation is "relu" or "gelu", which the library computes; take one of them, or apply '
@@ -110,14 +112,14 @@ def refuse_integers(spec: MatmulSpec) -> None:
 
 
 def activated_call(call: Call, f: Function, operands: Operands) -> jax.Array:
-    """Computes a planned call of `operands` and returns f(d): `f` takes the unrounded d, and the result is rounded."""
+    """Computes a planned call of `operands` and returns f(d) in the type of d; `f` gets the unrounded d."""
     result: jax.Array = compiled(jaxmp_activated, f)(call, f, operands)
     return result
 
 
 def compiled(run: Any, activation: str | Function | None) -> Any:
-    """Returns the jitted function `run`, or the function that it wraps if `activation` is a user's own function: this
-    may close over what is being traced, which no cache of compiled programs may keep."""
+    """Returns the jitted function `run`, or the function that `run` wraps, not jitted, if `activation` is a user's own
+    function. Such a function may close over what is being traced, which no cache of compiled programs may keep."""
     return run if isinstance(activation, str) or activations.is_named(activation) else run.__wrapped__
 
 
@@ -131,25 +133,25 @@ def jaxmp_activated(call: Call, f: Function, operands: Operands) -> jax.Array:
 
 
 def in_type(spec: MatmulSpec, operands: Operands, dtype: np.dtype) -> tuple[MatmulSpec, Operands]:
-    """Returns the spec and operands that give a product, with a bias at most, the result type `dtype`. A bias is
-    converted too, unless the spec has a `bias_dtype`. Options in `comm` that do not fit the type are dropped."""
+    """Returns the spec and operands of a product that has the result type `dtype` instead. A bias is converted too,
+    unless the spec has a `bias_dtype`. Options in `comm` that do not fit the type are dropped (`fit_comm_options`)."""
     if spec.bias_dtype is None and "bias" in operands:
         operands = operands | {"bias": operands["bias"].astype(dtype)}
     return fit_comm_options(spec.replace(out_dtype=np.dtype(dtype))), operands
 
 
 def preactivations(products: Products, dtype: np.dtype, operands: Operands) -> Preactivations:
-    """Returns (products in `dtype`, products in the accumulator's type), as `activate` takes them. The second list is
-    empty if both types are the same. Only the first has derivatives."""
+    """Returns (products in `dtype`, products in the accumulator's type), as `activate` takes them, by `products(dtype,
+    operands)`. The second list is empty if both types are the same. Only the first has derivatives."""
     if accumulator(dtype) == dtype:
         return list(products(dtype, operands)), []
     return _rounded_and_wide(products, dtype, operands)
 
 
 def activate(f: Function, zs: Preactivations) -> jax.Array:
-    """Returns `f` of the products `zs`, a result of `preactivations`: f takes them in the accumulator's type, and its
-    result is rounded to the type of d. The derivative is taken at the rounded products; reverse mode keeps them, and
-    reruns f. Raises ValueError if f changes the shape."""
+    """Returns `f` of all products in `zs`, a result of `preactivations`, in the type of the rounded products: f takes
+    them in the accumulator's type, and its result is rounded. The derivative is taken at the rounded products; reverse
+    mode keeps them, and reruns f. Raises ValueError if the result of f has another shape."""
     rounded, wide = zs
     dtype = rounded[0].dtype
 
@@ -175,7 +177,7 @@ def _rounded_and_wide(products: Products, dtype: np.dtype, operands: Operands) -
 def _rounded_and_wide_jvp_rule(
     products: Products, dtype: np.dtype, primals: tuple[Operands], tangents: tuple[dict[str, Any]]
 ) -> tuple[Any, Any]:
-    """Differentiates the rounded products only, by products of their type."""
+    """Differentiates the rounded products, by products of their type; the wide ones have zero tangents."""
     operands, moved = primals[0], {k: t for k, t in tangents[0].items() if not isinstance(t, SymbolicZero)}
     rounded, wide = _rounded_and_wide(products, dtype, operands)
     varied = {name: operands[name] for name in moved}

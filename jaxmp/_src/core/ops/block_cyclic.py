@@ -162,6 +162,8 @@ def from_block_cyclic(x: BlockCyclicArray) -> jax.Array:
 
 
 def _find_mesh(x: Any, mesh: Mesh | None) -> Mesh:
+    """Returns `mesh`, else the mesh of x's sharding if x is not traced, else the ambient mesh. Raises ValueError if
+    there is none, and inside shard_map."""
     if manual_mesh() is not None:
         raise InvalidValue("takes global arrays, so it cannot be called inside shard_map; call it outside")
     own = None if isinstance(x, jax.core.Tracer) else getattr(getattr(x, "sharding", None), "mesh", None)
@@ -172,7 +174,7 @@ def _find_mesh(x: Any, mesh: Mesh | None) -> Mesh:
 
 
 def _find_axes(mesh: Mesh, axes: Any, layout: BlockCyclic) -> Axes:
-    """Returns `axes`, by default the mesh's, as `_as_axes`. Raises ValueError unless they are a pair with the grid."""
+    """Returns `axes`, or the mesh's, as `_as_axes`. Raises ValueError unless they are a pair with the grid's sizes."""
     if axes is None:
         axes = tuple(mesh.axis_names)
     if isinstance(axes, str) or len(axes) != 2:
@@ -199,7 +201,8 @@ def _as_axes(axes: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def spread(x: jax.Array, mesh: Mesh, axes: Axes, layout: BlockCyclic) -> jax.Array:
-    """Converts a global matrix to `BlockCyclicArray.data`; pads a matrix that the grid does not divide."""
+    """Converts a global matrix to `BlockCyclicArray.data`. A matrix that the grid does not divide is padded, on
+    explicit axes after it is replicated."""
     shape = (x.shape[0], x.shape[1])
     plain = process_grid.contiguous(shape, layout.grid)
     padding = [(0, nb * p - n) for n, nb, p in zip(shape, plain.block, layout.grid, strict=True)]
@@ -235,8 +238,8 @@ def _resharded(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def move(data: jax.Array, mesh: Mesh, axes: Axes, source: Distributed, target: BlockCyclic) -> jax.Array:
-    """Converts `data` from the layout of `source` to the layout `target` on the same grid, in `shard_map`. One
-    all-to-all moves the data along each dimension on which the layouts differ."""
+    """Converts `data` from the layout of `source` to the layout `target` on the same grid, in `shard_map`, by one
+    all-to-all along each dimension on which the layouts differ. Returns zeros if the matrix is empty."""
     shape = source.shape
     if 0 in shape:
         return empty(shape, target, data.dtype)
@@ -261,7 +264,8 @@ def move(data: jax.Array, mesh: Mesh, axes: Axes, source: Distributed, target: B
 
 def matmul(request: Request) -> BlockCyclicArray:
     """Computes `jaxmp.matmul` for block-cyclic operands. Raises NotImplementedError for an alpha or beta that is a JAX
-    array, and for the options in `_OF_ARRAYS`: determinism, mesh, in_shardings, scaling, an epilog and its inputs."""
+    array, and for the options in `_OF_ARRAYS`: determinism, mesh, in_shardings, scaling, an epilog and its inputs.
+    Raises TypeError or ValueError for operands that do not fit."""
     a, b, c = request.a, request.b, request.c
     for argument in _OF_ARRAYS:
         if getattr(request, argument) != Request._field_defaults[argument]:
@@ -302,7 +306,7 @@ _OF_ARRAYS = ("determinism", "epilog_inputs", "in_shardings", "mesh", "scaling",
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _multiply(spec: MatmulSpec, mesh: Mesh, a: jax.Array, b: jax.Array, c: jax.Array | None = None) -> jax.Array:
-    """Multiplies `BlockCyclicArray.data`, in `shard_map`; if a or b is empty, returns beta * c, or zeros."""
+    """Multiplies `BlockCyclicArray.data`, in `shard_map`. If a or b is empty, returns beta * c, or zeros without c."""
     assert spec.distributions is not None
     d, tiles = spec.distributions[2], P(spec.group.row_axes, spec.group.col_axes)
     if 0 in (*a.shape, *b.shape):  # nothing to contract
@@ -337,10 +341,10 @@ def _check_operands(a: Any, b: Any, c: Any) -> None:
 
 
 def _result(request: Request, product: Contraction) -> tuple[Distributed, Distributed, Distributed]:
-    """Returns the shapes and layouts of (a, b, the result). The result has the layout `out_sharding`, else c's, else
-    a's blocks along m and b's along n, from the process where a's rows and b's columns begin (process 0 if the operand
-    is stored transposed). Raises ValueError if k or the grids differ, or if c has another layout than the result;
-    TypeError if `out_sharding` is not a BlockCyclic."""
+    """Returns the shapes and layouts of (a, b, the result). The result has the layout `out_sharding`, else c's. Without
+    both it has a's blocks along m and b's along n; its first process is in a's first row of processes and b's first
+    column, or 0 for an operand that is stored transposed. Raises ValueError if k or the grids differ, or if c has
+    another layout than the result. Raises TypeError if `out_sharding` is not a BlockCyclic."""
     a, b, c, asked = request.a, request.b, request.c, request.out_sharding
     of_a, of_b = dict(zip(product.a, a.shape, strict=True)), dict(zip(product.b, b.shape, strict=True))
     if of_a["k"] != of_b["k"]:
@@ -359,7 +363,7 @@ def _result(request: Request, product: Contraction) -> tuple[Distributed, Distri
 
 
 def _check_blocks(product: Contraction, matrices: tuple[Distributed, Distributed, Distributed]) -> None:
-    """Raises ValueError unless blocks along each of m, n and k have one size: cuBLASMp's block contract."""
+    """Raises ValueError unless two matrices have blocks of one size along a shared m, n or k (cuBLASMp's contract)."""
     names = "a", "b", "the result"
     for index, one, other in (("k", 0, 1), ("m", 0, 2), ("n", 1, 2)):
         x, y = (matrices[i].layout.block[product.indices[i].index(index)] for i in (one, other))

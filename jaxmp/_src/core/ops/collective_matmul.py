@@ -78,7 +78,7 @@ def _on_grid(fn: Callable[..., Any]) -> OnGrid:
 def _on_axis(
     name: str, pattern: Pattern, does: str, *, operands: str, of_c: str, result: str, source: str, shardings: str
 ) -> OnAxis:
-    """Returns the public function `name` of a pattern; the other texts are parts of its docstring."""
+    """Returns the public function `name` for products in `pattern`. The other arguments are parts of its docstring."""
 
     def call(
         x: ArrayLike,

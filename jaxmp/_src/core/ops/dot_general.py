@@ -71,8 +71,8 @@ def dot_general(
 
 
 def product(request: Request, dimension_numbers: GivenNumbers, *, is_part: bool = False) -> jax.Array:
-    """Computes `jaxmp.dot_general` by the cached plan of an equal call, or plans it and fills the cache, if `look_up`
-    caches such a call. `is_part`: as in `look_up`."""
+    """Computes `jaxmp.dot_general` of the request's a and b. Where `look_up` caches such a call, uses the plan of an
+    equal call or adds this call's. `is_part`: as in `look_up`."""
     operands = {"a": request.a, "b": request.b}
     entry = eager_calls.look_up(request, operands, dimension_numbers, is_part=is_part)
     run = entry[0] if entry else _planned(request, dimension_numbers)
@@ -83,7 +83,8 @@ def product(request: Request, dimension_numbers: GivenNumbers, *, is_part: bool 
 
 
 def _planned(request: Request, dimension_numbers: GivenNumbers) -> Callable[..., Any]:
-    """Checks and plans the product; returns a function of lhs and rhs. NotImplementedError for "topology"."""
+    """Checks and plans the product of the request's a and b; returns the function of lhs and rhs that computes it.
+    Raises as `jaxmp.dot_general`, and NotImplementedError for the level "topology"."""
     lhs, rhs = request.a, request.b
     numbers = parse(dimension_numbers, lhs, rhs)
     if request.level.global_order:

@@ -86,7 +86,8 @@ def einsum(
 
 
 def _order(optimize: Any) -> str | bool | tuple[tuple[int, ...], ...]:
-    """Returns `optimize` as a hashable value: "auto" for None, tuples for a path. Raises TypeError for other values."""
+    """Returns `optimize` as a hashable value: "auto" for None, a strategy of opt_einsum unchanged, and a path as
+    tuples. Raises TypeError for other values."""
     try:
         if optimize is None:
             return "auto"
@@ -105,9 +106,11 @@ def contract(
     operands: tuple[Any, ...],
     optimize: str | bool | tuple[tuple[int, ...], ...] = "auto",
 ) -> jax.Array:
-    """Computes `jaxmp.einsum` of `operands`; the request has only the options. `optimize`: a result of `_order`.
+    """Computes `jaxmp.einsum` of `operands`; the request has only the options. `optimize`: a result of `_order`. Raises
+    ValueError for `in_shardings` unless there are two operands.
 
-    `jnp.einsum` computes the result of a single operand if it or `out_sharding` has unreduced or reduced axes."""
+    If there is one operand, and it or `out_sharding` has unreduced or reduced axes, `jnp.einsum` computes the
+    result."""
     terms, output = _parse(subscripts, operands)
     out_sharding, in_shardings = request.out_sharding, request.in_shardings
     if in_shardings is not None and len(terms) != 2:
@@ -151,7 +154,8 @@ class _Term:
 
 
 def _parse(subscripts: Any, operands: tuple[Any, ...]) -> tuple[list[_Term], str]:
-    """Returns (the operands with their indices, the indices of the result), checked; Python numbers become arrays."""
+    """Returns (the operands with their indices, the indices of the result). Python numbers become arrays. Raises
+    TypeError or ValueError for what is no subscripts, no array of numbers, or does not fit."""
     written: list[Any] = [subscripts, *operands]
     if isinstance(subscripts, str):
         places = range(1, len(written))
@@ -178,7 +182,7 @@ def _parse(subscripts: Any, operands: tuple[Any, ...]) -> tuple[list[_Term], str
 
 
 def _check_extents(text: str, terms: Sequence[_Term]) -> None:
-    """Raises ValueError if dimensions or extents of operands do not fit the subscripts; an extent of 1 fits any."""
+    """Raises ValueError if an operand has not one dimension for each index, or an index has two extents except 1."""
     found: dict[str, tuple[str, int]] = {}
     for term in terms:
         shape = tuple(term.array.shape)
@@ -199,9 +203,9 @@ def _check_extents(text: str, terms: Sequence[_Term]) -> None:
 
 
 def _reduced(terms: Sequence[_Term], output: str, dtype: np.dtype) -> list[_Term]:
-    """Returns the operands without the indices that neither the result nor another operand has, which are summed in
-    `dtype` (or in the operand's wider type). Takes the diagonal of an index that occurs twice in an operand, and drops
-    a dimension of extent 1 if its index has a larger extent in another operand."""
+    """Returns the operands, reduced. An index that neither the result nor another operand has is summed, in `dtype` or
+    in the operand's wider type. An index that occurs twice in an operand is reduced to the diagonal. A dimension of
+    extent 1 is dropped if its index has a larger extent in another operand."""
     found_in = Counter(output + "".join(term.indices for term in terms))
     is_plain = all(1 not in term.array.shape and len({*term.indices}) == len(term.indices) for term in terms)
     if is_plain and 1 not in found_in.values():  # the usual case
@@ -227,12 +231,11 @@ def _reduced(terms: Sequence[_Term], output: str, dtype: np.dtype) -> list[_Term
 
 
 def _on_diagonals(x: jax.Array, indices: str) -> tuple[jax.Array, str]:
-    """Returns `x` with zeros off the diagonals of repeated indices, and its indices.
+    """Returns `x` with zeros off the diagonals of repeated indices, in its shape, and its new indices.
 
     A repeated index stays on one dimension. Its other dimensions get letters that are new in this operand alone, so the
     caller sums over them before it joins `x` with another operand. The index has the extent of its last dimension, as
-    in `jnp.einsum`. It stays with a sharded dimension of that extent if there is one, so that the sum moves nothing.
-    """
+    in `jnp.einsum`. It stays with a sharded dimension of that extent if there is one, so that the sum moves nothing."""
     renamed = list(indices)
     sharding = jax.typeof(x).sharding
     is_explicit = not sharding.mesh.empty and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
@@ -250,8 +253,9 @@ def _on_diagonals(x: jax.Array, indices: str) -> tuple[jax.Array, str]:
 
 
 def _path(terms: Sequence[_Term], output: str, optimize: Any) -> list[tuple[int, int]]:
-    """Returns a pair of positions for each product: its operands, which are then removed, and the product appended.
-    `optimize`: a result of `_order`. Raises ValueError if it is no strategy, or no path of pairs for these operands."""
+    """Returns a pair of positions in the list of operands for each product. After a product its two operands are
+    removed from the list, and the result is appended. `optimize`: a result of `_order`. Raises ValueError if it is no
+    strategy, or no path of pairs for these operands."""
     if len(terms) == 2:
         return [(0, 1)]
     if optimize is False:
@@ -279,8 +283,9 @@ def _path(terms: Sequence[_Term], output: str, optimize: Any) -> list[tuple[int,
 
 
 def _between(request: Request, left: _Term, right: _Term, needed: Collection[str], output: str) -> _Term:
-    """Multiplies two operands of an einsum that has more; sums over indices that are not `needed`. The sharding is
-    chosen by `_toward`, from `output`, the indices of the last result. Errors also name this product."""
+    """Multiplies two operands of an einsum that has more, and returns the product as a new operand, summed over indices
+    that are not in `needed`. The sharding is chosen by `_toward`, from `output`, the indices of the last result. A
+    ValueError also names this product."""
     batch = "".join(index for index in left.indices if index in right.indices)  # in the order of `dot_general`
     indices = "".join(index for index in dict.fromkeys(batch + left.indices + right.indices) if index in needed)
     written = f"{left.indices},{right.indices}->{indices}"
@@ -298,7 +303,7 @@ def _between(request: Request, left: _Term, right: _Term, needed: Collection[str
 
 def _multiply(request: Request, left: _Term, right: _Term, output: str) -> jax.Array:
     """Multiplies two operands. The result has the indices `output`, in this order; all others are contracted. The
-    operands are exchanged if the result then needs no transposition."""
+    operands are exchanged if the result needs no transposition only then."""
     batch = "".join(index for index in output if index in left.indices and index in right.indices)
 
     def given_order(left: _Term, right: _Term) -> str:
@@ -337,11 +342,12 @@ def _placed(request: Request, x: jax.Array) -> jax.Array:
 
 
 def _toward(left: _Term, right: _Term, indices: str, output: str, out_sharding: Any) -> P | None:
-    """Returns the sharding of an intermediate product; None (the usual one) without explicit axes or `out_sharding`.
+    """Returns the sharding for the `indices` of an intermediate product; None (the usual one) without explicit axes or
+    `out_sharding`.
 
-    An index keeps the axes that shard it in an operand. An index without axes gets the axes that `out_sharding` has for
-    it, if they shard an index that this product sums.
-    """
+    An index keeps the axes that shard it in an operand, the left one first. An index without axes gets the axes that
+    `out_sharding` has for it, if they shard an index that this product sums. An axis goes to the first such index
+    only."""
     spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
     is_explicit = any(meshes.has_explicit_axes(jax.typeof(term.array).sharding.mesh) for term in (left, right))
     if not is_explicit or not isinstance(spec, P):
@@ -360,8 +366,8 @@ def _toward(left: _Term, right: _Term, indices: str, output: str, out_sharding: 
 
 
 def _reduced_shardings(shardings: ShardingPair, terms: Sequence[_Term], reduced: Sequence[_Term]) -> ShardingPair:
-    """Returns the shardings of two operands `terms` after `_reduced` made `reduced` of them. Returns anything but a
-    pair unchanged, because it is refused later by name."""
+    """Returns the shardings of the two operands `reduced`, which `_reduced` made of `terms`, from the `shardings` of
+    `terms`. Returns anything but a pair unchanged, because it is refused later by name."""
     if not isinstance(shardings, tuple | list) or isinstance(shardings, P) or len(shardings) != 2:
         return shardings
     first, second = (

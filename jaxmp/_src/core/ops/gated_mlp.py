@@ -135,14 +135,15 @@ def _plain(act: Function | None, x: Any, w_gate: Any, w_up: Any, w_down: Any, *b
 
 
 def _pair(name: str, operands: dict[str, Any]) -> Operands:
-    """Renames a call's "b" and "bias" to "w_gate" and "b_gate" (if `name` is "gate"); leaves out other operands."""
+    """Returns the weight and bias of a call's operands under new names: "w_gate" and "b_gate" if `name` is "gate". A
+    bias may be missing; other operands are left out."""
     names = {"b": f"w_{name}", "bias": f"b_{name}"}
     return {names[key]: x for key, x in operands.items() if key in names}
 
 
 def _up(layers: Layers, request: Request, axis_name: AxisName | None) -> Operands:
-    """Returns w_up and b_up by name, in the types of the call. Raises ValueError if w_up has another shape than w_gate,
-    or another sharding on explicit axes."""
+    """Returns w_up and b_up by name, in the types of their call. `layers` has the plan of the gate, `request` is the
+    product with w_up. Raises ValueError if w_up has another shape than w_gate, or another sharding on explicit axes."""
     like = layers.operands[0]["b"]
     shape = tuple(getattr(request.b, "shape", like.shape))
     if shape[:1] == like.shape[:1] and shape != like.shape:
@@ -160,7 +161,7 @@ def _up(layers: Layers, request: Request, axis_name: AxisName | None) -> Operand
 
 @dataclasses.dataclass(frozen=True)
 class _Hidden:
-    """The products of gate and up, hashable: the gate's call and plan, and whether a device gets x once for both."""
+    """The products of gate and up, hashable: the gate's call, its plan, and whether a device gets x once for both."""
 
     call: Call
     plan: Contraction
@@ -168,7 +169,8 @@ class _Hidden:
 
 
 def _static(layers: Layers, operands: Operands) -> _Hidden:
-    """Returns the static argument of `jaxmp_gated`: the gate's call and plan, LOCAL if XLA partitions the products."""
+    """Returns the static argument of `jaxmp_gated`: the gate's call, its plan, which is LOCAL if XLA partitions the
+    products, and whether x is shared, which needs a plan by jaxmp that brings whole rows of x to a device."""
     call, plan = layers.calls[0], layers.plans[0] if layers.plans else LOCAL
     # Other patterns do not bring x to a device, or bring a part of its columns.
     brings_x = bool(layers.plans) and (not plan.communicates or plan.gathers or (plan.is_grid and not plan.col_axes))
@@ -187,8 +189,8 @@ def jaxmp_gated(hidden: _Hidden, act: Function | None, operands: Operands) -> ja
 
 
 def _preactivations(hidden: _Hidden, operands: Operands) -> Preactivations:
-    """Computes x @ w_gate + b_gate and x @ w_up + b_up: if `hidden.shares_x` on shards, after x is gathered once for
-    both, else by two calls."""
+    """Computes x @ w_gate + b_gate and x @ w_up + b_up, as `activated.preactivations` returns them. If
+    `hidden.shares_x`, x is gathered once for both, on shards; else they are two calls."""
     plan, call, spec = hidden.plan, hidden.call, hidden.call.spec
     if not hidden.shares_x:
         return activated.preactivations(functools.partial(_products, call, spec, plan), spec.out_dtype, operands)
@@ -203,15 +205,15 @@ def _preactivations(hidden: _Hidden, operands: Operands) -> Preactivations:
 
 
 def _entries(call: ShardedCall) -> dict[str, Entry]:
-    """Returns how operands enter shard_map, with an entry for a bias, so that either product may have one or not."""
+    """Returns the shard_map entry of each operand of the call, by name, and of a bias even if the call has none."""
     return dict(call.frame.entries) | {"bias": Entry(meshes.partition_spec((call.plan.layout.d[-1],)))}
 
 
 def _products(
     call: Call | None, spec: MatmulSpec, plan: Contraction, dtype: np.dtype, operands: Operands
 ) -> list[jax.Array]:
-    """Computes both products in `dtype` with their biases, by two copies of the gate's `call`. If `call` is None, the
-    operands are one device's shards, and `plan` is bound to them."""
+    """Returns [x @ w_gate, x @ w_up] in `dtype` with their biases, each by a copy of `call` with `spec`. If `call` is
+    None, the operands are one device's shards, and `plan` is bound to them."""
     products = []
     for name in _NAMES:
         layer = {"a": operands["x"], "b": operands[f"w_{name}"]}
@@ -233,8 +235,8 @@ _NAMES = ("gate", "up")
 
 
 def _preactivations_on_shards(spec: MatmulSpec, plan: Contraction, operands: Operands) -> Preactivations:
-    """Computes both products on one device's shards. If the plan gathers x, x is gathered once, and the products are
-    local. On a grid, x stays as it is, and each product gathers its weight."""
+    """Computes both products on one device's shards, as `activated.preactivations` returns them. If the plan gathers x,
+    x is gathered once, and the products are local. On a grid x stays as it is, and each product gathers its weight."""
     x = operands["x"]
     inner, inner_plan = (spec, plan) if plan.is_grid else (spec.ungrouped(), LOCAL)
     with jax.named_scope("jaxmp_shared_operand"):

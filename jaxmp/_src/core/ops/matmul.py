@@ -147,9 +147,9 @@ def _of_two(a: jax.Array, b: jax.Array) -> Any:
 
 
 def _contract(request: Request, entry: eager_calls.Entry | None) -> jax.Array:
-    """Multiplies by `contract`, with the shapes of `jnp.matmul`: a or b is a vector, or b has batch dimensions. Raises
-    NotImplementedError for c, alpha, beta, an epilog, scaling and comm (`_OF_MATRICES`). Uses or fills the cache's
-    `entry` only if the arrays are on one device."""
+    """Multiplies with the shapes of `jnp.matmul` where a or b is a vector, or b has batch dimensions. Raises
+    NotImplementedError for c, alpha, beta, an epilog, its inputs, scaling and comm (`_OF_MATRICES`). Uses or fills the
+    cache's `entry` only if the arrays are on one device."""
     arrays = request.a, request.b
     for name, x in zip("ab", arrays, strict=True):
         check_array(name, x, at_least=1)
@@ -243,8 +243,8 @@ def linear(
 
 def dense(request: Request, activation: Activation | None) -> Any:
     """Computes `jaxmp.linear`; the request has the bias in `epilog_inputs`, and no epilog. "relu" and "gelu" become the
-    epilog (JAX applies relu if `_wraps`), and other activations are applied to the unrounded product. Calls with
-    "relu", "gelu" or None as `activation` are cached."""
+    epilog, but JAX applies relu if `_wraps`. Other activations are applied to the unrounded product, by XLA. Returns d,
+    or (d, {name: array}) if `scaling` asks for an amax. Caches calls with "relu", "gelu" or None."""
     operands = eager_calls.operands_of(request)
     is_named = activation is None or isinstance(activation, str)
     entry = eager_calls.look_up(request, operands, activation) if is_named else None
@@ -275,7 +275,7 @@ def dense(request: Request, activation: Activation | None) -> Any:
 
 
 def _wraps(request: Request) -> bool:
-    """True if the operands, and a requested result type, are signed integers of at most 8 bits or bool: sums wrap
+    """True if both operands are int8, int4, int2 or bool, and the requested result type, if any, is too: sums wrap
     around before the activation, as in jnp. False for two bools, and if an implementation or scaling is given."""
     if request.implementation is not None or request.scaling is not None:
         return False

@@ -126,7 +126,8 @@ class _Layer:
     def apply(
         self, x: jax.Array, operands: Operands, activation: str | None = None, keeps_aux: bool = False
     ) -> Operands:
-        """Returns the results by name, on shards: d, and with `keeps_aux` the z or mask that the activation stores."""
+        """Returns the results of the layer on shards by name: "d", with the `activation` applied, and with `keeps_aux`
+        the z or mask that the activation stores. `operands`: both layers' operands."""
         layer = self.operands(x, operands)
         epilog = epilogs.for_activation(activation, "bias" in layer)
         epilog = (keeps_aux and epilogs.RULES[epilog].with_aux) or epilog
@@ -151,7 +152,7 @@ class _Mlp:
 
 
 def _layers(mlp: _Mlp, operands: Operands) -> jax.Array:
-    """Computes y from the shards of x, w_in, b_in, w_out, b_out; a bias may be missing."""
+    """Computes y on shards from x, w_in, b_in, w_out, b_out, by name; a bias may be missing."""
     assert isinstance(mlp.activation, str)
     h = mlp.first.apply(operands["x"], operands, mlp.activation)["d"]
     return mlp.second.apply(h, operands)["d"]
@@ -194,8 +195,9 @@ _fused_layers.defjvp(_layers_jvp_rule, symbolic_zeros=True)
 
 
 def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array, w: jax.Array) -> jax.Array:
-    """Computes (act'(z) * (tz + tbias)) @ w on shards of any rank: a term of y's tangent. `aux` is the stored z, and
-    `tbias` may be None. Leading dimensions fold into rows, with the dimension that the second layer scatters first."""
+    """Computes (act'(z) * (tz + tbias)) @ w on shards of any rank, in one call: a term of y's tangent. `aux`: the
+    stored z, or its signs for "relu". `tbias` may be None. The result has the dimensions of `tz`; the one that the
+    second layer scatters is as many times shorter as there are ranks, and the last is w's."""
     spec = mlp.second.spec.bilinear(is_typed=jax_compat.is_vma_checked())
     scatters, ahead, shape = spec.contraction.scatters, mlp.second.plan.dimension, list(tz.shape[:-1])
     fold = functools.partial(fold_rows, ndim=len(shape), ahead=ahead, nranks=spec.group.nranks if scatters else 1)
@@ -210,8 +212,10 @@ def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array
 
 
 def _planned(layers: Layers, activation: str | Function) -> jax.Array:
-    """Computes y by `jaxmp_mlp`. Both layers are differentiated as a whole (`is_fused`) only for "relu" and "gelu",
-    not with "topology", if h has the type of both results, the second layer takes it as it is, and no extent is 0."""
+    """Computes y by `jaxmp_mlp` in the patterns of `layers.plans`. Both layers are differentiated as a whole
+    (`is_fused`) only if all of this holds: the activation is "relu" or "gelu", the level is not "topology", h and both
+    results have one type, the second layer takes h as the first shards it and without a gather, kernels may sum bias
+    gradients over ranks (`completes_sums`), and no extent is 0."""
     (ins, outs), plans, calls = layers.operands, layers.plans, layers.calls
     spec, next_spec = specs = [call.spec for call in calls]
     h = outs["a"]
@@ -236,7 +240,7 @@ def _planned(layers: Layers, activation: str | Function) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def jaxmp_mlp(mlp: _Mlp, operands: Operands) -> jax.Array:
-    """Computes y: if `mlp.is_fused`, in one body that is differentiated as a whole, else layer by layer."""
+    """Computes y: if `mlp.is_fused`, in one body that is differentiated as a whole, else by a call for each layer."""
     first, second = mlp.calls
     if not mlp.is_fused:
         layer = mlp.first.operands(operands["x"], operands)

@@ -103,10 +103,12 @@ def layers(
     activation: Any,
     **options: Unpack[ExpertOptions],
 ) -> jax.Array:
-    """Computes `jaxmp.moe_mlp`. `weights`: "w_gate" (or None), "w_up" and "w_down"; `biases`: "gate", "up" and "down".
+    """Computes `jaxmp.moe_mlp`. `weights`: "w_gate" (or None), "w_up" and "w_down"; `biases`: "gate", "up" and "down",
+    each may be missing or None.
 
-    `groups` has "sizes" and "offset". With "experts" and "gates", (m, top_k), instead, rows need not be sorted: each
-    row of x goes through its experts, and their results times its gates are summed."""
+    `groups` has "sizes" and "offset" (or None) for rows that are sorted by expert. For rows in any order it has
+    "experts" and "gates" instead, both (m, top_k): each row of x goes through its experts, and the results times its
+    gates are summed."""
     arrays = {"x": x} | {name: w for name, w in weights.items() if w is not None or name != "w_gate"}
     for name, array in arrays.items():
         operand_checks.check_array(name, array)
@@ -143,7 +145,8 @@ def layers(
 
 
 def _check_weights(weights: Operands) -> None:
-    """Raises ValueError for weights that do not fit w_up, in shape or in sharding on explicit axes."""
+    """Raises ValueError unless w_down has the groups and h of w_up, and w_gate, if there is one, the shape of w_up and
+    on explicit axes the sharding of w_up."""
     groups, _, h = weights["w_up"].shape
     if weights["w_down"].ndim != 3 or weights["w_down"].shape[:2] != (groups, h):
         raise InvalidValue(f"w_down must have shape ({groups}, {h}, n), got {weights['w_down'].shape}")
@@ -162,7 +165,8 @@ _Products = tuple[RaggedCall, RaggedCall]
 
 
 def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -> tuple[_Products, meshes.Placement]:
-    """Returns ((call of gate and up, call of down), the placement of down). `ins`: the user's three `in_shardings`."""
+    """Returns ((call of gate and up, call of down), the placement of down). `ins`: the user's `in_shardings` or None.
+    Raises ValueError if it is no triple."""
     x, w_up, w_down = (operands[name] for name in ("x", "w_up", "w_down"))
     if ins is not None and (not isinstance(ins, tuple | list) or isinstance(ins, P) or len(ins) != 3):
         raise InvalidValue(f"in_shardings must be a triple, one sharding each for x, w_up and w_down, got {ins!r}")
@@ -192,8 +196,9 @@ def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -
 def planned(
     spec: GroupedSpec, where: tuple[Any, bool], lie: tuple[Dims, ...], extents: tuple[int, ...], unreduced: Dim
 ) -> _Products:
-    """Returns the calls (of gate and up, of down). `where`: the mesh, and whether its axes are explicit. `lie`: the
-    shardings of x, w_up (and w_gate), w_down and d. `extents`: of g, k, h, m, n. `unreduced`: d's unreduced axes."""
+    """Returns the calls (of gate and up, of down) on shards; only the second has a frame for `shard_map`. `where`: (the
+    mesh, whether its axes are explicit). `lie`: the shardings of x, w_up (and w_gate), w_down and d. `extents`: of g,
+    k, h, m, n. `unreduced`: d's unreduced axes."""
     (mesh, _), (g, k, h, m, n) = where, extents
     larger = g * h * (2 * k + n) > m * (k + n)
     choose = functools.partial(_split, is_w_larger=larger, keeps_h=spec.level.fixed_order)
@@ -223,13 +228,13 @@ def planned(
 
 
 def _split(x: str, w_in: str, _: str, w_down: str, d: str, *, is_w_larger: bool, keeps_h: bool) -> str:
-    """Returns the index that the ranks of an axis split, from the indices along which it shards x, w_up, w_gate, w_down
-    and d, or "" for each. `is_w_larger`: weights have more elements than x and d.
+    """Returns the index that the ranks of an axis split in all products. The five strings: the index along which the
+    axis shards x, w_up, w_gate, w_down and d, or "". `is_w_larger`: the weights have more elements than x and d.
+    `keeps_h`: h is not split.
 
-    It is "m" if the axis shards rows of x or d, except if it also shards g or h of weights and `is_w_larger`. Then, and
-    if it shards no rows, it is that "g" or "h", or "h" if there is none. With `keeps_h` it is "m" instead of "h". It is
-    never k, because the first products would be summed before the activation.
-    """
+    It is "m" if the axis shards rows of x or d, except if it also shards "g" or "h" of a weight and `is_w_larger`.
+    Then, and if it shards no rows, it is that "g" or "h", or "h" if it shards neither. With `keeps_h` h counts as not
+    sharded, and "m" replaces "h". It is never k, because the first products would be summed before the activation."""
     own = next((index for index in (w_in, w_down) if index == "g" or (index == "h" and not keeps_h)), "")
     if "m" in (x, d) and not (own and is_w_larger):
         return "m"
@@ -238,6 +243,7 @@ def _split(x: str, w_in: str, _: str, w_down: str, d: str, *, is_w_larger: bool,
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def jaxmp_moe_mlp(first: RaggedCall, second: RaggedCall, f: Function | None, operands: Operands) -> jax.Array:
+    """Computes d from the arrays of `layers`, by name: in the `shard_map` of `second`, if it has a frame."""
     local = dataclasses.replace(second, frame=None)
     body, operands = functools.partial(_on_shards, first, local, f), ragged.checked(operands, operands["x"].shape[0])
     if second.frame is None:
@@ -247,7 +253,8 @@ def jaxmp_moe_mlp(first: RaggedCall, second: RaggedCall, f: Function | None, ope
 
 
 def _on_shards(first: RaggedCall, second: RaggedCall, f: Function | None, operands: Operands) -> Operands:
-    """Computes {"d": the result} on one device's shards, of rows sorted by expert or, with "experts", of any rows."""
+    """Returns {"d": the result} on one device's shards. With "experts" in the operands rows are in any order, and the
+    ranks' terms of the result are summed; otherwise rows are sorted by expert."""
     # Varying over these axes, so that cotangents of x are added before they are summed over devices.
     axes = jax_compat.varying_axes(operands["w_up"])
     operands = operands | {"x": cast_varying(operands["x"], axes, source_line="moe_mlp")}
@@ -257,7 +264,8 @@ def _on_shards(first: RaggedCall, second: RaggedCall, f: Function | None, operan
 
 
 def _products(first: RaggedCall, second: RaggedCall, f: Function | None, operands: Operands) -> jax.Array:
-    """Returns d of rows x that are sorted by expert: `down(f(gate) * up)`, or `down(f(up))` without w_gate."""
+    """Returns d of rows x that are sorted by expert: `down(f(gate) * up)`, or `down(f(up))` without w_gate. An `f` of
+    None is the identity."""
     names = [name for name in ("gate", "up") if f"w_{name}" in operands]
 
     def product(call: RaggedCall, x: jax.Array, name: str, operands: Operands) -> jax.Array:
@@ -278,8 +286,8 @@ def _products(first: RaggedCall, second: RaggedCall, f: Function | None, operand
 
 def _routed(first: RaggedCall, second: RaggedCall, f: Function | None, operands: Operands) -> jax.Array:
     """Returns each row's sum of gate times result over this rank's experts, in the row's order of experts and in the
-    accumulator's type: a term of the result if ranks split experts or hidden features. A device sorts its own rows by
-    expert, so rows never move between ranks of data."""
+    accumulator's type. It is a term of the result if ranks split experts or hidden features. A device sorts its own
+    rows by expert, so rows never move between ranks of data."""
     x, experts, gates = (operands[name] for name in ("x", "experts", "gates"))
     (m, top_k), groups = experts.shape, operands["w_up"].shape[0] * math.prod(map(lax.axis_size, second.groups))
     order = jnp.argsort(experts.reshape(-1), stable=True)

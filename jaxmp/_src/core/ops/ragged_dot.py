@@ -98,9 +98,9 @@ def ragged_dot(
 
 
 def _scaled(request: Request, scaling: Scaling, groups: tuple[Any, Any], bias: Any, activation: Any) -> jax.Array:
-    """Computes `jaxmp.ragged_dot` with `scaling`; `groups`: (sizes, offset). XLA multiplies the sums by the scales, and
-    adds the bias. Raises NotImplementedError for an unreduced or reduced `out_sharding`, and with `determinism` "batch"
-    or "topology" for a bias and for scales of blocks."""
+    """Computes `jaxmp.ragged_dot` with `scaling`; `groups`: (sizes, offset or None). XLA multiplies the sums by the
+    scales, and adds the bias. Raises NotImplementedError for an unreduced or reduced `out_sharding`, and with
+    `determinism` "batch" or "topology" for a bias and for scales of blocks."""
     of_x, of_w = _scales(request, scaling)
     if meshes.is_partial(request.out_sharding):
         raise NotAvailable("scaling is not available with an out_sharding that is unreduced; scale the sum")
@@ -156,7 +156,7 @@ def _of_rows(request: Request, groups: tuple[Any, Any], values: jax.Array, d: ja
 
 def _scales(request: Request, scaling: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the float32 scales of x, () or (m,), and of w, (), (g,), (g, n) or (g, blocks of k, n). A scale that is
-    None is 1. Raises if `scaling` is not a Scaling of a and b alone, or for another type or shape of a scale."""
+    None is 1. Raises TypeError unless `scaling` is a Scaling of a and b alone, ValueError for another scale."""
     if not isinstance(scaling, Scaling) or dataclasses.replace(scaling, a=None, b=None) != Scaling():
         raise InvalidType(f"scaling must be a jaxmp.Scaling with scales a and b alone, got {scaling!r}")
     x, w, found = request.a, request.b, []
@@ -248,8 +248,8 @@ def activation_of(spec: GroupedSpec, activation: Any) -> Function | None:
 
 
 def bias_of(spec: GroupedSpec, bias: Any, w: jax.Array) -> dict[str, jax.Array]:
-    """Returns {"bias": bias in the result's type}, or {} for None. Raises unless it is (groups, n) and its type
-    converts to the result's without loss."""
+    """Returns {"bias": bias in the result's type}, or {} if `bias` is None. Raises ValueError unless it is (groups, n),
+    and TypeError unless its type and the result's promote to the result's."""
     if bias is None:
         return {}
     operand_checks.check_array("{bias}", bias)
@@ -262,8 +262,8 @@ def bias_of(spec: GroupedSpec, bias: Any, w: jax.Array) -> dict[str, jax.Array]:
 
 
 def converted(request: Request, group_sizes: Any) -> tuple[result_types.Conversion, Request]:
-    """Returns (conversions to lax's types, request with converted operands). The result is weak only if both operands
-    and `group_sizes` are."""
+    """Returns (conversions to lax's types around a product, request with converted operands). The result is weakly
+    typed only if both operands and `group_sizes` are."""
     conversion, call = arguments.converted(request._replace(implementation=None), are_rows=False, is_lax=True)
     if conversion.are_weak and not (operand_checks.is_array(group_sizes) and jax.typeof(group_sizes).weak_type):
         conversion = dataclasses.replace(conversion, is_weak=False, are_weak=False)
@@ -272,7 +272,8 @@ def converted(request: Request, group_sizes: Any) -> tuple[result_types.Conversi
 
 
 def validated(request: Request, group_sizes: Any, group_offset: Any) -> tuple[GroupedSpec, dict[str, jax.Array]]:
-    """Checks the arguments; returns (spec, operands: "a", "b" in the call's types, "sizes", and "offset" if given)."""
+    """Checks the arguments and returns (spec, operands). The operands are "a" and "b" in the call's types, "sizes", and
+    "offset", of shape (), if it is given. Raises a `Refusal` for what does not fit."""
     x, w = request.a, request.b
     for name, operand, ndim in (("{a}", x, 2), ("{b}", w, 3)):
         operand_checks.check_array(name, operand, ndim)
@@ -297,8 +298,9 @@ def validated(request: Request, group_sizes: Any, group_offset: Any) -> tuple[Gr
 
 
 def spec_and_operands(request: Request) -> tuple[GroupedSpec, dict[str, jax.Array]]:
-    """Returns the spec, and the operands ("a", "b") in the type of their multiplication; a w of 8 bits or fewer with a
-    wider x stays so. `determinism` has no effect on integers. Raises NotImplementedError for "cublasmp"."""
+    """Returns the spec, and the operands {"a", "b"} in the type of their multiplication, but a b of 8 bits or fewer
+    with a wider a stays so. `determinism` has no effect on integers. Raises NotImplementedError for "cublasmp" and for
+    types without a product."""
     x, w = jnp.asarray(request.a), jnp.asarray(request.b)
     for name, operand in (("{a}", x), ("{b}", w)):
         operand_checks.check_operand(name, operand)

@@ -133,7 +133,8 @@ class _Numbers:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def jaxmp_ragged_dot_general(spec: GroupedSpec, numbers: _Numbers, operands: Operands) -> jax.Array:
-    """Merges dimensions as `grouped` takes them: rows if the ragged dimension is free, else sums over each group."""
+    """Computes the product by merging dimensions as `grouped` takes them. If the ragged dimension is free, groups of
+    rows have a matrix each; if it is contracted, the result has a sum for each group."""
     lhs, rhs, sizes = (operands[name] for name in ("lhs", "rhs", "sizes"))
     product, (m, groups) = numbers.dot, (lhs.shape[numbers.ragged], sizes.shape[-1])
     sizes = checked({"sizes": sizes}, m)["sizes"]

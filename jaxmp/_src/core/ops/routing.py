@@ -69,8 +69,8 @@ def mixture(
     determinism: Determinism,
 ) -> tuple[jax.Array, jax.Array]:
     """Sends each token of x (..., features) through `top_k` experts; returns (y (..., columns of w_down), the loss of
-    `routes_of`). Multiplies x by `router` (features, experts) in float32, by jnp for "run_to_run", else by
-    `jaxmp.matmul`. Raises ValueError if the router's features are not x's. `weights`: w_gate, w_up, w_down by name."""
+    `routes_of`). Logits are x times `router` (features, experts) in float32, by jnp for "run_to_run", else by
+    `jaxmp.matmul`. Raises ValueError if the router's features are not x's. `weights`: as in `layers`."""
     operand_checks.check_array("{a}", x)
     if x.shape[-1:] != router.shape[:1]:
         raise InvalidValue(f"{{a}} must have shape (..., {router.shape[0]}), got {x.shape}")
@@ -92,8 +92,8 @@ def mixture(
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _reshaped(x: jax.Array, shape: Shape, have: P, want: P) -> jax.Array:
-    """Reshapes each device's shard of x to `shape` in `shard_map`, from the sharding `have` to `want`. No token moves,
-    but the order of tokens differs from a reshape of the global array."""
+    """Reshapes each device's shard of x to `shape` in `shard_map`. `have`, `want`: the shardings of x and of the
+    result. No token moves, but the order of tokens differs from a reshape of the global array."""
     mesh = jax.typeof(x).sharding.mesh
     d: jax.Array = jax.shard_map(lambda x: x.reshape(shape), mesh=mesh, in_specs=have, out_specs=want)(x)
     return d

@@ -48,21 +48,22 @@ def _constants(z: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @jax.custom_jvp
 def gelu_derivative(z: jax.Array) -> jax.Array:
-    """Returns d gelu / dz at z, in float32 or wider."""
+    """Returns d gelu / dz at z, in float32 for types of 16 bits and fewer, else in z's type."""
     return _gelu_derivative(z)
 
 
 @gelu_derivative.defjvp
 @jax_compat.as_traced
 def _gelu_derivative_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Multiplies the tangent by one factor: term by term, an infinite tangent would give NaN."""
+    """Multiplies the tangent by one factor, the second derivative: its terms would give NaN for an infinite tangent."""
     (z,), (t,) = primals, tangents
     curve = gelu_second_derivative(z)
     return gelu_derivative(z), t.astype(curve.dtype) * curve
 
 
 def _gelu_derivative(z: jax.Array) -> jax.Array:
-    """Returns s + z s (1 - s) 2u' with s = sigmoid(2u), 1 - s = sigmoid(-2u), in float32 or wider."""
+    """Returns s + z s (1 - s) 2u' with s = sigmoid(2u) and 1 - s = sigmoid(-2u), in float32 or wider. z is clipped to
+    [-32, 32]; the derivative is 0 or 1 beyond."""
     z = jnp.clip(_widen(z), -32, 32)  # beyond, the derivative is 0 or 1 in every type, and z^2 may not overflow
     scale, cubic = _constants(z)
     u2 = scale * (z + cubic * z**3)
@@ -98,8 +99,9 @@ _FUSED_FUNCTIONS: tuple[tuple[Any, str], ...] = ((jax.nn.relu, "relu"), (jax.nn.
 
 
 def parse(activation: Any) -> str | Function | None:
-    """Returns "relu" or "gelu" for these names, `jax.nn.relu` and `jax.nn.gelu`; the function of another name; a
-    function or None unchanged. Raises ValueError for an unknown name, and for anything else that is not callable."""
+    """Returns "relu" or "gelu" for these names and for `jax.nn.relu` and `jax.nn.gelu`. For another name in `FUNCTIONS`
+    returns the function. None and other callables are returned unchanged. Raises ValueError for an unknown name and for
+    anything else that is not callable."""
     if isinstance(activation, str) and activation in FUNCTIONS:
         return activation if activation in FUSED else FUNCTIONS[activation]
     if activation is not None and not callable(activation):
@@ -112,17 +114,18 @@ def parse(activation: Any) -> str | Function | None:
 
 
 def of_jax(found: str | Function | None) -> Any:
-    """Returns JAX's own function for "relu" or "gelu"; any other result of `parse` is returned unchanged."""
+    """Returns `jax.nn.relu` or `jax.nn.gelu` for "relu" or "gelu"; any other result of `parse` unchanged."""
     return next((f for f, fused in _FUSED_FUNCTIONS if fused == found), found)
 
 
 def is_named(f: Function | None) -> bool:
-    """True if `f` is None or one of `FUNCTIONS`: it depends on its argument only."""
+    """True if `f` is None or a value of `FUNCTIONS`: a user's function may close over arrays, but these do not."""
     return f is None or any(f is named for named in FUNCTIONS.values())
 
 
 def multiply_by_slope(activation: str, aux: jax.Array, t: jax.Array) -> jax.Array:
-    """Returns `t * act'(z)` in t's type. `aux`: what the forward call stored, the packed signs of z ("relu") or z."""
+    """Returns `t * act'(z)` in t's type, for "relu" or "gelu". `aux`: what the forward call stored, for "relu" the
+    packed signs of z, for "gelu" z itself."""
     if activation == "relu":
         return jnp.where(unpack_relu_aux(aux, t.shape[-1]), t, jnp.zeros_like(t))
     slope = gelu_derivative(aux)
@@ -137,7 +140,7 @@ def unpack_relu_aux(aux: jax.Array, n: int) -> jax.Array:
 
 
 def pack_relu_aux(mask: jax.Array) -> jax.Array:
-    """Returns the packed bits, uint8, of a boolean mask (..., n), padded with zeros to `relu_aux_bytes(n)`."""
+    """Returns the bits of a boolean mask (..., n), packed into `relu_aux_bytes(n)` bytes of uint8; the rest is 0."""
     packed = jnp.packbits(mask, axis=-1, bitorder="little")
     pad = process_grid.relu_aux_bytes(mask.shape[-1]) - packed.shape[-1]
     return jnp.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, pad)])

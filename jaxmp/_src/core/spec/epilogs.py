@@ -48,11 +48,12 @@ _ACTIVATIONS, _DERIVATIVES = {2: "relu", 32: "gelu"}, {8: "relu", 64: "gelu"}
 class EpilogRule:
     """The inputs, outputs and gradient of an epilog, read from the bits of its number.
 
-    `aux`: the name of the stored z, or of its signs; or None. `with_aux`: the epilog of the same D that also stores it;
-    None without activation. `derivative`: z is multiplied by the derivative of this activation, from `aux_input`.
-    `gradient`: the name of the bias gradient, a further result, or empty; `without_gradient` is the epilog that omits
-    it. `inputs`, `outputs`: the operands after a, b and c, and the results after d, in order.
-    """
+    `activation`: the activation applied to z, "relu" or "gelu"; or None. `aux`: the result that stores z, or its signs:
+    "gelu_aux" or "relu_aux"; or None. `with_aux`: the epilog of the same D that also stores it; None without
+    activation. `derivative`: z is multiplied by the derivative of this activation, which is computed from the input
+    `aux_input`; without it, None and "". `gradient`: the name of the result of BGRAD, BGRADA or BGRADB, or "";
+    `without_gradient` is the epilog that omits it. `inputs`, `outputs`: the names of the operands after a, b and c, and
+    of the results after d, in order."""
 
     activation: str | None
     has_bias: bool
@@ -67,7 +68,7 @@ class EpilogRule:
 
     @classmethod
     def of(cls, epilog: Epilog) -> EpilogRule:
-        """Reads the bits of an epilog without the ALLREDUCE bit."""
+        """Returns the rule of an epilog without the ALLREDUCE bit."""
         activation, derivative = (
             next((name for bit, name in names.items() if epilog & bit), None) for names in (_ACTIVATIONS, _DERIVATIVES)
         )

@@ -43,8 +43,9 @@ SPANS = {
 
 
 def spans(spec: MatmulSpec, name: str) -> tuple[Span, ...]:
-    """Returns what each dimension of the operand or result `name` covers. A scale of rows has one dimension, a scale of
-    blocks two; a scalar, also a scale of the whole tensor, has none."""
+    """Returns what each dimension of the operand or result `name` covers, in the stored order (for a and b as the flags
+    say), without batch dimensions. A scale of rows has one dimension, a scale of blocks two; a scalar, also a scale of
+    the whole tensor, has none."""
     if name == "a":
         return (_K, _M) if spec.transpose_a else (_M, _K)
     if name == "b":
@@ -62,8 +63,8 @@ def spans(spec: MatmulSpec, name: str) -> tuple[Span, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Extents:
-    """Extents of one call: `m`, `n`, `k` of the product that one communicator computes, `d` of each rank's result, and
-    `local`: (rows of op(A), k of op(A), k of op(B), columns of op(B)) of each rank's operands."""
+    """Extents of one call. `m`, `n`, `k`: the product that one communicator computes. `d`: the rows and columns of each
+    rank's result. `local`: (rows of op(A), k of op(A), k of op(B), columns of op(B)) of each rank's operands."""
 
     m: int
     n: int
@@ -85,6 +86,7 @@ def _extents(
     b_shape: Shape,
     distributions: tuple[Distributed, Distributed, Distributed] | None,
 ) -> Extents:
+    """Computes `extents`; for block-cyclic shards m, n, k and d follow from the `distributions` alone."""
     held = [dict(zip(indices, shape, strict=True)) for indices, shape in ((product.a, a_shape), (product.b, b_shape))]
     local = held[0]["m"], held[0]["k"], held[1]["k"], held[1]["n"]
     if distributions:
@@ -101,8 +103,9 @@ _Ratio = tuple[int, int]
 
 @functools.lru_cache(maxsize=4096)
 def _factors(product: Contraction, group: Group) -> tuple[tuple[int, int, int], tuple[_Ratio, _Ratio]]:
-    """Returns (the group's m, k and n divided by a rank's operands', the rows and columns of a rank's d divided by its
-    operands' as (numerator, denominator))."""
+    """Returns ((how many ranks' shards make up m, k and n of the group), (the ratio of the rows of a rank's d to the
+    rows of its op(A), the ratio of the columns of a rank's d to the columns of its op(B))). Ratios are (numerator,
+    denominator)."""
     size, sharded = group.size, product.sharded
     sizes = size(sharded("a", "m")), size(sharded("a", "k")), size(sharded("b", "n"))
     rows, cols = ((size(sharded(which, i)), size(sharded("d", i))) for which, i in (("a", "m"), ("b", "n")))
@@ -122,7 +125,9 @@ AMAXES = ("amax_d", "gelu_aux_amax")
 
 
 def result_type(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of the result `name`, d or another one, on one rank. `found`: the call's extents."""
+    """Returns the shape and dtype of one rank's result `name`, which is an entry of `spec.output_names`. Batch
+    dimensions are left out. `found`: the call's extents. "bgrada" has m of the whole group, because its sums are
+    complete on every rank."""
     rows, cols = found.d
     if name in AMAXES:
         return jax.ShapeDtypeStruct((), np.float32)
@@ -139,7 +144,7 @@ def result_type(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtypeSt
 
 
 def operations(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> int:
-    """Counts the multiplications and additions of one communicator's product, from the local shapes: 2 m n k."""
+    """Returns 2 m n k of one communicator's product, computed from the local shapes of the stored A and B."""
     found = extents(spec, a_shape, b_shape)
     return 2 * found.m * found.n * found.k
 
@@ -152,8 +157,10 @@ def axes_text(axes: tuple[str, ...]) -> str:
 
 
 def check_local_shapes(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, *, takes_transposed: bool = True) -> Extents:
-    """Returns a call's extents. Raises ValueError if shards do not fit the pattern. `takes_transposed`: the message may
-    advise `transpose_a` and `transpose_b`."""
+    """Returns a call's extents. Raises ValueError if the shapes of the stored shards do not fit each other or the
+    pattern: k of a and b differ, the ranks of a reduce-scatter do not divide the rows, the grid does not divide d with
+    transposed operands, or block-cyclic shards are not as large as the largest part. `takes_transposed`: the message
+    may advise `transpose_a` and `transpose_b`."""
     found = extents(spec, a_shape, b_shape)
     if spec.distributions:
         for argument, shape, matrix in (("a", a_shape, spec.distributions[0]), ("b", b_shape, spec.distributions[1])):
@@ -184,7 +191,8 @@ def check_local_shapes(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, *, take
 
 
 def _check_grid(spec: MatmulSpec, rows: int, cols: int, nrow: int, ncol: int) -> None:
-    """Raises ValueError if a transposed operand has rows or columns of d that the grid does not divide."""
+    """Raises ValueError if a is transposed and the grid does not divide the rows of d, or b is transposed and the grid
+    does not divide the columns of d. `rows`, `cols`: of a rank's op(A) and op(B)."""
     for what, extent, parts, is_moved in (
         ("rows", rows * ncol, nrow, spec.transpose_a),
         ("columns", cols * nrow, ncol, spec.transpose_b),
@@ -201,6 +209,7 @@ def _as_stored_hint(k: int, b_shape: Shape) -> str:
 
 
 def _transpose_hint(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> str:
+    """Returns the advice for operands with different k: the transposition flag to change, if one would make k equal."""
     k = extents(spec, a_shape, b_shape).local[1]
     if b_shape[-1] == k and not spec.transpose_b:
         return "pass transpose_b=True if {b} is stored (n, k)"

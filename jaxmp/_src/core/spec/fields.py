@@ -12,17 +12,18 @@ T = TypeVar("T")
 
 
 def to_fields(x: Any) -> dict[str, Any]:
-    """Returns the fields of a frozen dataclass that differ from their defaults, by name; nested dataclasses too.
+    """Returns the fields of a frozen dataclass that differ from their defaults, as JSON values by name.
 
-    Values are numbers, strings, None, types of arrays, enumerations, and tuples of these.
-    """
+    A nested dataclass becomes a dictionary of this kind, a tuple a list, an enumeration its value, a type {"dtype":
+    name}, and a complex number {"complex": [real, imaginary]}. Numbers, strings and None stay."""
     values = ((field, getattr(x, field.name)) for field in dataclasses.fields(x))
     return {field.name: _plain(value) for field, value in values if value != field.default}
 
 
 def from_fields(cls: type[T], fields: dict[str, Any]) -> T:
-    """Inverts `to_fields`: returns the dataclass `cls` with these fields. Raises ValueError if this version of it lacks
-    one of the fields, or if the default is a bool, a string or a tuple and the value is not."""
+    """Inverts `to_fields`: returns the dataclass `cls` with these fields, and defaults for all others. Raises
+    ValueError if `cls` lacks one of the fields, as in an older version of jaxmp. Raises ValueError if a field's default
+    is a bool, a string or a tuple and the value is of another kind."""
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(fields.keys() - defaults.keys())
     if unknown:
@@ -41,6 +42,7 @@ def from_fields(cls: type[T], fields: dict[str, Any]) -> T:
 
 
 def _plain(x: Any) -> Any:
+    """Returns a field's value as JSON: see `to_fields`."""
     if dataclasses.is_dataclass(x):
         return to_fields(x)
     if isinstance(x, enum.Enum):
@@ -54,6 +56,7 @@ def _plain(x: Any) -> Any:
 
 
 def _value(plain: Any, default: Any = None) -> Any:
+    """Inverts `_plain`. `default`: the field's default, which tells what dataclass or enumeration to build."""
     if dataclasses.is_dataclass(default):
         return from_fields(type(default), plain)
     if isinstance(default, enum.Enum):

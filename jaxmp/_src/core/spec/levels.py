@@ -26,7 +26,7 @@ Determinism = Literal["run_to_run", "batch", "topology"]
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """The name of a level, and what it demands."""
+    """The name of a level, and what it demands (module docstring)."""
 
     name: Determinism
     fixed_order: bool = False
@@ -46,11 +46,13 @@ class Level:
         return {"determinism": self.name}
 
     def refusal(self, text: str, remedy: str = "") -> NotAvailable:
-        """Returns the error for what no fixed order allows, said by `text`; advises `remedy`, or "run_to_run"."""
+        """Returns, but does not raise, the error for a call that no fixed order allows; `text` says why. Advises
+        `remedy`, if there is one, or to pass "run_to_run"."""
         return NotAvailable(f"{self} {text}; {remedy + ', or ' if remedy else ''}pass {ANY_ORDER.asked}")
 
     def mesh_refusal(self, text: str, remedy: str) -> NotAvailable:
-        """Returns the error for what the order of the global array does not allow; advises `remedy`, or "batch"."""
+        """Returns, but does not raise, the error for a call that the order of the global array does not allow; `text`
+        says why. Advises `remedy` or to pass "batch"."""
         return NotAvailable(f"{self.asked} {text}; {remedy}, or pass {ANY_MESH_ORDER.asked}")
 
 

@@ -51,7 +51,7 @@ Scale = jax.Array | np.ndarray | np.generic
 class Scaling:
     """The scales of float8, float4 and int8 operands and results, and which amaxes to return too: a pytree.
 
-    The mode follows from a scale's shape and dtype. An operand is stored as (rows, k):
+    The mode of a scale follows from its shape and dtype. For an operand that is stored as (rows, k):
 
         ()                    float32          one scale
         (rows,)               float32          one a row (both a and b)
@@ -117,12 +117,13 @@ def _is_narrow_with_wide(a: DTypeLike, b: DTypeLike) -> bool:
 
 
 def is_of_tensor(mode: str) -> bool:
-    """True if at most one scale is used for the whole operand."""
+    """True if `mode` is no scale or one scale for the whole operand."""
     return mode in (NONE, SCALAR)
 
 
 def widened(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns a mixed pair in its wide type, for products that take no such pair; other pairs unchanged."""
+    """Returns a mixed pair (`is_mixed`) with the narrow operand converted to the wide type, for products that take no
+    such pair. Other pairs are returned unchanged."""
     wide = operand_type(a.dtype, b.dtype)
     if not is_mixed(a.dtype, b.dtype):
         return a, b
@@ -130,8 +131,9 @@ def widened(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def result_dtypes(a: DTypeLike, b: DTypeLike, has_scaling: bool = False) -> tuple[str, ...]:
-    """Returns the types that D may have: `WIDE`, for float8 and float4 also narrow floats; for two int8 without scaling
-    only int32. Returns () for pairs that are not multiplied as they are, two float8_e5m2 among them."""
+    """Returns the names of the types that D may have, for two types of 8 bits or fewer. float8 pairs and float4:
+    `WIDE`, then float4 for float4, float8_e4m3fn and any float8 type of an operand for float8. int8 pairs: `WIDE` with
+    scaling, else int32. Any other pair, mixed ones and two float8_e5m2 too: ()."""
     names = {np.dtype(a).name, np.dtype(b).name}
     if names == {INT8}:
         return WIDE if has_scaling else ("int32",)
@@ -146,8 +148,10 @@ def result_dtypes(a: DTypeLike, b: DTypeLike, has_scaling: bool = False) -> tupl
 
 
 def find_mode(argument: str, scale: ArrayType | None, x: ArrayType, *, is_k_first: bool | None = None) -> str:
-    """Returns the mode of `scale` for x, (..., rows, k), by the scale's shape and dtype; NONE for None. `is_k_first` is
-    given for int8: x is (..., k, rows) if True. Raises if no mode fits, and for float4 without a scale."""
+    """Returns the mode of `scale` for x, (..., rows, k), by the scale's shape and dtype; NONE if `scale` is None.
+    `is_k_first` is given for int8 operands, which then take SCALAR and OUTER_VEC only: if True, x is (..., k, rows).
+    Raises TypeError if `scale` is no array. Raises ValueError if no mode fits, or a float4 x has no scale. `argument`
+    names the scale in messages."""
     shape, dtype = tuple(x.shape), x.dtype
     is_float4, k = np.dtype(dtype).name == FLOAT4, shape[-1]
     if scale is None:
@@ -188,8 +192,9 @@ def find_mode(argument: str, scale: ArrayType | None, x: ArrayType, *, is_k_firs
 
 
 def check_units(dtype: DTypeLike, scale_mode: str, other_mode: str, extents: dict[str, int]) -> None:
-    """Raises ValueError unless `extents`, m, n and k on each device by name, are multiples of 16; with scales of
-    blocks m and n of 128 for VEC16 and VEC32, and k of 128, or of 64 for VEC16. `other_mode`: the other operand's."""
+    """Raises ValueError unless `extents`, {"m" or "n" or "k": extent on each device}, are multiples of their unit, 16
+    in most modes. VEC16 and VEC32 need multiples of 128 for m and n, and multiples of 64 (VEC16) or 128 (VEC32) for k.
+    k is a multiple of 128 too if either operand has blocks of 128. `other_mode`: the other operand's."""
     outer, k = {VEC16: (128, 64), VEC32: (128, 128)}.get(scale_mode, (16, 16))
     k = 128 if 128 in (BLOCK.get(scale_mode), BLOCK.get(other_mode)) else k
     for what, extent in extents.items():
@@ -206,7 +211,8 @@ def check_units(dtype: DTypeLike, scale_mode: str, other_mode: str, extents: dic
 
 
 def expand(scale: jax.Array, mode: str, shape: tuple[int, ...]) -> jax.Array:
-    """Expands a scale to `shape`, (..., rows, k), in float32: of blocks in full, others so that they broadcast."""
+    """Returns a scale in float32 in a shape that broadcasts with `shape`, (..., rows, k): scales of blocks have that
+    shape, scales of rows are (..., rows, 1), and a scalar stays one."""
     scale = scale.astype(jnp.float32)
     if mode == SCALAR:
         return scale
@@ -224,8 +230,8 @@ def repeat(x: jax.Array, count: int) -> jax.Array:
 def dequantize(
     x: jax.Array, scale: jax.Array | None, mode: str, dtype: DTypeLike, *, is_k_first: bool = False
 ) -> jax.Array:
-    """Returns x times its scales in `dtype`, multiplied in float32 or wider; without a scale only converts x.
-    `is_k_first`: x is (..., k, rows)."""
+    """Returns x times its scales in `dtype`, multiplied in float32 or wider; with scale None or mode NONE only converts
+    x. `is_k_first`: x is (..., k, rows)."""
     if scale is None or mode == NONE:
         return x.astype(dtype)
     if is_k_first:
@@ -239,7 +245,8 @@ def dequantize(
 
 
 def encode(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rounds x to a type of 8 bits or fewer, and saturates as cuBLASLt does (CUDA's SATFINITE). NaN is 0 in int8."""
+    """Rounds x to a type of 8 bits or fewer, and clips to the largest finite number, as cuBLASLt does (CUDA's
+    SATFINITE). int8 numbers are at least -127, and NaN is 0 in int8."""
     most = largest(dtype)
     if np.dtype(dtype).name == INT8:
         x = jnp.where(jnp.isnan(x), 0, jnp.round(x))
@@ -252,8 +259,9 @@ def largest(dtype: DTypeLike) -> float:
 
 
 def mx_scale(amax: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Returns the float8_e8m0fnu scale of a block: the smallest power of two not below `amax` / the type's largest
-    number. cuBLAS documentation, "1D Block Quantization"; JAX's `scaled_matmul` quantization."""
+    """Returns the float8_e8m0fnu scale of each block with the largest absolute value `amax`: the smallest power of two
+    that is not below `amax` / (the largest number of `dtype`), at least 2^-127, also for an amax of 0. An infinite or
+    NaN amax gives NaN. cuBLAS documentation, "1D Block Quantization"; JAX's `scaled_matmul` quantization."""
     amax = amax.astype(jnp.float32)
     is_small = amax < 2.0**-64  # the quotient may be no normal number, which XLA takes for 0 on CPUs
     quotient = jnp.where(is_small, amax * 2.0**64, amax) / float(jnp.finfo(dtype).max)
@@ -269,8 +277,8 @@ def blocks(x: jax.Array, size: int) -> jax.Array:
 
 
 def amax(x: jax.Array, axis: int | None = None) -> jax.Array:
-    """Returns the largest absolute value, 0 for no elements, NaN if there is one: XLA's maximum loses NaN on CPUs for
-    more than a few thousand elements."""
+    """Returns the largest absolute value along `axis`, or of the whole array. It is 0 for no elements, and NaN if an
+    element is NaN: XLA's maximum loses NaN on CPUs for more than a few thousand elements."""
     return jnp.where(jnp.any(jnp.isnan(x), axis), jnp.nan, jnp.max(jnp.abs(x), axis, initial=0.0))
 
 
@@ -279,7 +287,8 @@ def block_amax(x: jax.Array, size: int) -> jax.Array:
 
 
 def encode_blocks(x: jax.Array, mode: str, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Returns (x / scales in `dtype`, scales of blocks) for VEC32 or VEC16, as cuBLASLt quantizes; x is float32."""
+    """Quantizes x, float32 (..., k), as cuBLASLt does. Returns (x / scales in `dtype`, in x's shape; the scales of
+    blocks, (..., k / block)) for VEC32 or VEC16. A block with a VEC16 scale of 0 becomes 0."""
     amax = block_amax(x, BLOCK[mode])
     if mode == VEC32:
         scales = mx_scale(amax, dtype)

@@ -51,11 +51,11 @@ SCALE_NAMES = ("scale_a", "scale_b", "scale_c", "scale_d", "scale_aux")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Group(Parts):
-    """The devices that share a product, and how. Each index of the other mesh axes has a communicator of its own.
+    """The devices that share a product, and how. Each index of the mesh axes outside the group has a communicator of
+    its own.
 
     `mesh` holds every mesh axis as (name, size), since nothing ambient may matter later. `row_axes` are the group's
-    axes. On a grid, the rows of every stored matrix are sharded over `row_axes` and the columns over `col_axes`.
-    """
+    axes, except on a grid: there they shard the rows of every stored matrix, and `col_axes` the columns."""
 
     pattern: Pattern = Pattern.LOCAL
     mesh: tuple[tuple[str, int], ...] = ()
@@ -203,7 +203,8 @@ class MatmulSpec(Parts):
 
     @functools.cached_property
     def asked_of_library(self) -> str:
-        """Returns as text the implementation "host" or "cublasmp", else the `level` if it fixes an order, else ""."""
+        """Returns `implementation='host'` or `implementation='cublasmp'` if the user passed one of these. Otherwise
+        returns the level as text, as `determinism='batch'`, if the level fixes an order, else ""."""
         if self.implementation in ("host", "cublasmp"):
             return f"implementation={self.implementation!r}"
         return str(self.level) if self.fixed_reduction_order else ""
@@ -238,7 +239,8 @@ class MatmulSpec(Parts):
         return ("d", *self.rule.outputs, *amaxes, *scales)
 
     def replace(self, **changes: Any) -> MatmulSpec:
-        """Returns a copy with `changes`, cached unless alpha or beta changes; itself if nothing changes."""
+        """Returns a spec with `changes`: itself if nothing changes, else the same copy at each call with the same
+        changes, except after a change of alpha or beta."""
         if all(getattr(self, name) == value for name, value in changes.items()):
             return self
         # A program may have a new alpha at each step.
@@ -262,17 +264,18 @@ class MatmulSpec(Parts):
         return self.replace(order=dataclasses.replace(self.order, **changes))
 
     def bilinear(self, **changes: Any) -> MatmulSpec:
-        """Returns the same product with `changes`, and without C, epilog, scales and an alpha that is an array."""
+        """Returns the same product with `changes`, without C, epilog, scales, beta, and an alpha that is an array."""
         return self.replace(**(_BILINEAR | changes))
 
     def swapped(self, **changes: Any) -> MatmulSpec:
-        """Returns the product of op(b)^T and op(a)^T, the transpose of this product, with `changes`."""
+        """Returns the spec of op(b)^T op(a)^T, the transpose of this product, for operands passed as (b, a): only the
+        flags are exchanged and the `changes` applied. Scales, epilog and types stay."""
         flags = {"transpose_a": not self.transpose_b, "transpose_b": not self.transpose_a}
         flags |= {"conjugate_a": self.conjugate_b, "conjugate_b": self.conjugate_a}
         return self.replace(**flags, **changes)
 
     def ungrouped(self) -> MatmulSpec:
-        """Returns the same product on each device by itself; an unsettled spec is returned unchanged."""
+        """Returns the same product on each device by itself, with the mesh; an unsettled spec is returned unchanged."""
         return self if self.is_unsettled else self.regroup(pattern=Pattern.LOCAL, row_axes=(), col_axes=())
 
     def summed_over(self, axes: tuple[str, ...]) -> MatmulSpec:
@@ -280,7 +283,7 @@ class MatmulSpec(Parts):
         return self.regroup(pattern=Pattern.ALL_REDUCE, row_axes=axes)
 
     def settled(self) -> MatmulSpec:
-        """Returns itself, but on one device if XLA's partitioner would choose the pattern."""
+        """Returns itself if its pattern is known; if XLA's partitioner would choose it, the product on one device."""
         return self.local() if self.is_unsettled else self
 
     def unsettled(self) -> MatmulSpec:
@@ -288,7 +291,7 @@ class MatmulSpec(Parts):
         return self.replace(group=_UNSETTLED)
 
     def local(self) -> MatmulSpec:
-        """Returns the same product on one device, for whole operands; `fit_comm_options` adjusts the options."""
+        """Returns the same product on one device without a mesh. `fit_comm_options` can adjust its options."""
         return self.replace(group=Group())
 
     def plain(self, out_dtype: np.dtype, group: Group = Group()) -> MatmulSpec:
@@ -296,7 +299,8 @@ class MatmulSpec(Parts):
         return MatmulSpec(out_dtype, group, implementation=self.implementation, determinism=self.determinism)
 
     def folded(self, batch: int) -> MatmulSpec:
-        """Returns the spec of `batch` such products with their rows in sequence; itself if not in global order."""
+        """In global order, returns the spec of `batch` such products as one product with their rows in sequence:
+        `order` gets the batch as slowest row dimension, and `batch` times the outer rows. Otherwise returns itself."""
         if not self.global_order:
             return self
         rows = ((batch, ()), *self.order.rows) if self.order.rows else ()
@@ -316,8 +320,8 @@ _BILINEAR = {name: getattr(MatmulSpec, name) for name in _BESIDE}  # the default
 
 @functools.cache
 def accumulator(dtype: DTypeLike, out: DTypeLike | None = None) -> np.dtype:
-    """Returns the type of sums of products of `dtype`; float32 for int8 with a result `out` of floats of 16 or 32 bits,
-    because scales multiply the sums."""
+    """Returns the type of sums of products of `dtype`: float32 for 16-bit, 8-bit and 4-bit floats, int32 for bool and
+    int8, else `dtype` itself. For int8 with an `out` in `WIDE` it is float32, because scales multiply the sums."""
     name = np.dtype(dtype).name
     if name == low_precision.INT8 and out is not None and np.dtype(out).name in low_precision.WIDE:
         return np.dtype(np.float32)

@@ -44,7 +44,8 @@ _DOUBLES = ("float64", "complex128")
 def _row(
     halves: str | None = None, singles: str | None = None, doubles: str | None = None, only: str = ""
 ) -> dict[str, str]:
-    """Returns the compute type for each type of operands; `only`: the single 16-bit type that the row takes."""
+    """Returns {type of operands: compute type} for a row of the table. A type without a compute type is left out.
+    `only`: the single 16-bit type that the row takes."""
     types = {name: halves for name in _HALVES if not only or name == only}
     types |= dict.fromkeys(_SINGLES, singles) | dict.fromkeys(_DOUBLES, doubles)
     return {name: compute for name, compute in types.items() if compute}
@@ -84,8 +85,10 @@ _TABLE = _PRESETS | _NAMES
 
 
 def resolve(precision: Any, operand: DTypeLike, out: DTypeLike) -> str:
-    """Returns the name of the table's row for `precision`. Raises ValueError if it is unknown, and NotImplementedError
-    if it does not take these types of operands and result."""
+    """Returns the name of the table's row for `precision`. `operand`: the operands' type after the conversion to
+    `converted_to`, which the caller makes; `out`: the result's type. Raises ValueError if the precision is unknown.
+    Raises an error that is both a NotImplementedError and a ValueError if the row does not take `operand`, or sums in a
+    16-bit type other than `out`."""
     asked = _find(precision)
     if np.dtype(operand).name not in _TABLE[asked]:
         takes = ", ".join(_TABLE[asked]) or "nothing"
@@ -103,7 +106,7 @@ def resolve(precision: Any, operand: DTypeLike, out: DTypeLike) -> str:
 
 
 def _algorithm(name: str) -> lax.DotAlgorithm:
-    """Returns the algorithm that a preset such as BF16_BF16_F32_X3 stands for."""
+    """Returns the algorithm of a preset's name. BF16_BF16_F32_X3: bfloat16 operands, float32 sums, 3 operations."""
     a, b, sums, times = (name if "_X" in name else f"{name}_X1").split("_")
     return _typed(lax.DotAlgorithm(_DTYPES[a], _DTYPES[b], _DTYPES[sums], num_primitive_operations=int(times[1:])))
 
@@ -119,7 +122,10 @@ _ALGORITHMS = {_algorithm(name): name for name in _PRESETS if name.startswith(tu
 
 
 def _find(precision: Any) -> str:
-    """Returns the name of the table's row: DEFAULT for None, a `lax.Precision` or its name, and pairs of them."""
+    """Returns the name of the table's row. A `lax.DotAlgorithmPreset`, its name or a name in `_NAMES` has a row of that
+    name; a `lax.DotAlgorithm` the row of the equal preset. None, a `lax.Precision`, its name and a pair of these:
+    DEFAULT. Raises ValueError for anything else, and for an algorithm without a preset an error that is a
+    NotImplementedError too."""
     if isinstance(precision, lax.DotAlgorithm):
         if (known := _typed(precision)) not in _ALGORITHMS:
             raise NoPrecision(
@@ -145,14 +151,16 @@ def _find(precision: Any) -> str:
 
 
 def preset(precision: Any) -> lax.DotAlgorithmPreset | None:
-    """Returns the JAX preset that `precision` is, names or spells out as an algorithm; None for any other precision."""
+    """Returns the JAX preset if `precision` is one, its name, or an equal `lax.DotAlgorithm`; else None. Raises as
+    `_find` for an algorithm that no preset equals."""
     precision = _find(precision) if isinstance(precision, lax.DotAlgorithm) else precision
     name = precision.name if isinstance(precision, lax.DotAlgorithmPreset) else precision
     return lax.DotAlgorithmPreset.__members__.get(name) if isinstance(name, str) else None
 
 
 def converted_to(asked: lax.DotAlgorithmPreset | None, operand: DTypeLike) -> np.dtype | None:
-    """Returns JAX's type for operands that the preset does not take; None if it takes them, or without a preset."""
+    """Returns the first type that JAX names for the preset `asked`, if the preset does not take `operand`. Returns None
+    if it takes `operand`, names no types, or `asked` is None."""
     if asked is None or asked.supported_lhs_types is None or np.dtype(operand).name in _TABLE[asked.name]:
         return None
     return np.dtype(asked.supported_lhs_types[0])
@@ -160,7 +168,7 @@ def converted_to(asked: lax.DotAlgorithmPreset | None, operand: DTypeLike) -> np
 
 @functools.cache
 def compute_type(asked: str, operand: np.dtype, platform: str = "") -> str:
-    """Returns the compute type of `operand` for a precision `asked` that `resolve` returned; on "cpu" DEFAULT's."""
+    """Returns the compute type of `operand` in the row `asked` (from `resolve`); on "cpu" in the row DEFAULT."""
     return _TABLE["DEFAULT" if platform == "cpu" else asked][operand.name]
 
 
@@ -171,5 +179,5 @@ def summed_in(compute: str, operand: DTypeLike) -> np.dtype:
 
 @functools.cache
 def sums_in_16_bits(asked: str) -> bool:
-    """True if the precision sums in 16 bits for some type of operands."""
+    """True if the row `asked` sums in 16 bits for some type of operands."""
     return not SUMMED_IN.keys().isdisjoint(_TABLE[asked].values())

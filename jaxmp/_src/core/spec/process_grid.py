@@ -84,6 +84,7 @@ class BlockCyclic:
     first: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
+        """Makes each field a pair of ints. Raises TypeError or ValueError (class docstring)."""
         for field, least in (("grid", 1), ("block", 1), ("first", 0)):
             value = getattr(self, field)
             try:
@@ -97,7 +98,7 @@ class BlockCyclic:
             raise ValueError(f"BlockCyclic: first={self.first} must be a process of the grid {self.grid}")
 
     def local_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Returns the rows and columns of the largest part of a matrix of `shape` that a process holds."""
+        """Returns the shape of the largest part of a matrix of `shape` that a process holds."""
         rows, cols = (
             numroc(n, nb, source, source, nprocs)  # the first process holds the most
             for n, nb, source, nprocs in zip(shape, self.block, self.first, self.grid, strict=True)
@@ -105,7 +106,8 @@ class BlockCyclic:
         return rows, cols
 
     def indices(self, shape: tuple[int, int], dimension: int) -> np.ndarray:
-        """Returns (processes, largest part): the global index of each local one; padding is `shape[dimension]`."""
+        """Returns (processes along `dimension`, `local_shape(shape)[dimension]`) int32: the global index of each local
+        row or column. Padding has the index `shape[dimension]`."""
         extent, block = shape[dimension], self.block[dimension]
         nprocs, source = self.grid[dimension], self.first[dimension]
         local = range(self.local_shape(shape)[dimension])
@@ -130,7 +132,8 @@ class Distributed:
 
 
 def contiguous(shape: tuple[int, int], grid: tuple[int, int]) -> BlockCyclic:
-    """Returns the layout of one block per process: a `PartitionSpec` over the grid gives it if it divides the shape."""
+    """Returns the layout of one block per process, of sizes rounded up. If the grid divides `shape`, a `PartitionSpec`
+    over the grid gives the same."""
     rows, cols = (max(1, -(-n // p)) for n, p in zip(shape, grid, strict=True))
     return BlockCyclic(grid, (rows, cols))
 
@@ -139,9 +142,9 @@ def contiguous(shape: tuple[int, int], grid: tuple[int, int]) -> BlockCyclic:
 class Exchange:
     """One dimension of a redistribution, as an all-to-all of equal parts.
 
-    `send[s, t]`: the local indices of what process s sends to t. `take[t]`: the local indices of t as positions in the
-    concatenated parts that it receives. An index beyond the end is padding.
-    """
+    `send[s, t]`: the local indices, in process s, of what s sends to t, padded with the number of its local indices.
+    `take[t]`: for each local index of process t, its position in the parts that t receives, concatenated by sender;
+    padding is the length of the concatenation."""
 
     send: np.ndarray
     take: np.ndarray
@@ -149,7 +152,8 @@ class Exchange:
 
 @functools.lru_cache(maxsize=256)
 def exchange(shape: tuple[int, int], dimension: int, source: BlockCyclic, target: BlockCyclic) -> Exchange | None:
-    """Returns the all-to-all from layout `source` to `target` along `dimension`; None if nothing moves."""
+    """Returns the all-to-all from layout `source` to `target` along `dimension`, over the grid's processes of that
+    dimension; None if both layouts give every process the same indices in the same order."""
     have, want = source.indices(shape, dimension), target.indices(shape, dimension)
     if np.array_equal(have, want):
         return None

@@ -31,7 +31,7 @@ class Refusal(Exception):
         self.names: dict[str, str] = {}
 
     def of(self, function: str, names: Mapping[str, str] | None = None) -> Refusal:
-        """Returns itself after setting the function and its operands' names; a function or name that is set stays."""
+        """Sets the function's name and the names of its operands where none is set yet, and returns this error."""
         self.function = self.function or function
         self.names = {**(names or {}), **self.names}
         return self

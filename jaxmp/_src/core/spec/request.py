@@ -54,9 +54,8 @@ ShardingTriple = tuple[Sharding | None, Sharding | None, Sharding | None] | list
 class Request(NamedTuple):
     """One call as the user wrote it, with the argument names of `matmul` and the defaults of every public function.
 
-    `function`: its name in messages, as "mlp (x @ w_in)". `takes_transposed`: the function has the options
-    `transpose_a` and `transpose_b`. `first_operand_is_b`: as in `MatmulSpec`.
-    """
+    `function`: the name for messages, as "mlp (x @ w_in)". `takes_transposed`: the function has the options
+    `transpose_a` and `transpose_b`. `first_operand_is_b`: as in `MatmulSpec`."""
 
     function: str
     a: Any

@@ -20,7 +20,7 @@ BLOCK = 128
 
 
 def as_bytes(x: jax.Array) -> jax.Array:
-    """Returns 8-bit numbers as uint8; packs 4-bit numbers two to a byte, the first in the low half."""
+    """Returns 8-bit numbers as uint8; packs two 4-bit numbers of the last dimension in a byte, the first one low."""
     if np.dtype(x.dtype).name not in HALVES:
         return x if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, jnp.uint8)
     halves = blocks(lax.bitcast_convert_type(x, jnp.uint4).astype(jnp.uint8), 2)
@@ -42,11 +42,11 @@ def is_widened(dtype: DTypeLike) -> bool:
 
 
 def as_moved(x: jax.Array, platform: str = "", parts: int = 1) -> jax.Array:
-    """Returns `x` in the type that a collective moves: 8-bit numbers, and 4-bit floats (on CPUs also integers) two to a
-    byte, as uint8; on CPUs bfloat16 as uint16; other types unchanged.
+    """Returns `x` in the type that a collective moves; the collective may cut the last dimension into `parts`.
 
-    If `parts` of the last dimension would not be whole bytes, 4-bit numbers become uint4 on CPUs, and else stay.
-    """
+    8-bit numbers, but not bool, become uint8. 4-bit floats, and on CPUs 4-bit integers, are packed two to a byte as
+    uint8 if each part has whole bytes; if not, they become uint4 on CPUs and stay elsewhere. bfloat16 becomes uint16 on
+    CPUs. All other numbers stay."""
     name, is_cpu = np.dtype(x.dtype).name, platform == "cpu"
     if name == "bfloat16":
         return lax.bitcast_convert_type(x, jnp.uint16) if is_cpu else x
@@ -65,12 +65,14 @@ def from_moved(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def moved(collective: Callable[[jax.Array], jax.Array], x: jax.Array, platform: str, parts: int = 1) -> jax.Array:
-    """Returns `collective(x)`, which only moves data, and may cut the last dimension: `parts` says into how many."""
+    """Returns `collective(x)` in x's type; the collective, which only moves data, gets x as `as_moved` returns it.
+    `parts`: into how many the collective cuts the last dimension."""
     return from_moved(collective(as_moved(x, platform, parts)), x.dtype)
 
 
 def packed(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Returns `x` rounded to `dtype`, as bytes (blocks, BLOCK + 4): numbers (the last padded), a float32 scale."""
+    """Returns `x`, flattened and rounded to the 8-bit type `dtype`, as uint8 (blocks, BLOCK + 4): each row has BLOCK
+    numbers, the last row padded with 0, and their float32 scale, the largest absolute value / `largest(dtype)`."""
     blocks = jnp.pad(x.reshape(-1).astype(jnp.float32), (0, -x.size % BLOCK)).reshape(-1, BLOCK)
     scale = jnp.max(jnp.abs(blocks), axis=1, keepdims=True) / low_precision.largest(dtype)
     scale = jnp.maximum(scale, float(jnp.finfo(jnp.float32).tiny))  # XLA treats smaller numbers as 0 on CPUs
@@ -79,14 +81,15 @@ def packed(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def unpacked(packed: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Inverts `packed`, up to rounding: returns float32 (blocks, BLOCK), with the padding."""
+    """Inverts `packed` up to rounding: returns float32 (blocks, BLOCK), with the padding and not in x's shape."""
     scale = lax.bitcast_convert_type(packed[:, BLOCK:], jnp.float32)
     return from_bytes(packed[:, :BLOCK], dtype).astype(jnp.float32) * scale[:, None]
 
 
 def swizzle(scales: jax.Array) -> jax.Array:
-    """Scales of blocks (rows, blocks) in cuBLASLt's order, flat: tiles of 128 x 4 one after the other along the blocks,
-    each in 32 lines of 4 x 4: byte 16 (r % 32) + 4 (r / 32) + c of a tile is its row r, column c. Padded with 0."""
+    """Returns scales of blocks, 8-bit (rows, blocks), flat in cuBLASLt's order: tiles of 128 x 4 one after the other,
+    first along the blocks. A tile has 32 lines of 4 x 4: byte 16 (r % 32) + 4 (r / 32) + c of a tile is its row r,
+    column c. Padded with 0."""
     rows, cols = scales.shape
     padded = jnp.pad(scales, ((0, -rows % 128), (0, -cols % 4)))
     tiles = padded.reshape(-(-rows // 128), 4, 32, -(-cols // 4), 4)
@@ -100,7 +103,9 @@ def unswizzle(flat: jax.Array, rows: int, cols: int) -> jax.Array:
 
 
 def for_library(scale: jax.Array, mode: str) -> jax.Array:
-    """Converts the logical scale of one device's operand to a flat array in the order that cuBLASLt reads."""
+    """Returns the logical scale of one device's operand as a flat array in the order that cuBLASLt reads. VEC16 and
+    VEC32: bytes, by `swizzle`. VEC128: the rows vary fastest. BLK128: k varies fastest, padded to a multiple of 4.
+    Other modes: in order."""
     if mode in (VEC16, VEC32):
         return swizzle(as_bytes(scale))
     if mode == VEC128:  # row-fastest

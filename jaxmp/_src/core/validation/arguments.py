@@ -24,12 +24,12 @@ from jaxmp._src.platform.runtime.types import Shape
 
 
 def converted(request: Request, *, are_rows: bool | None = None, is_lax: bool = False) -> tuple[Conversion, Request]:
-    """Returns (conversions around a product, request with converted operands). There are no conversions with `scaling`,
-    if an operand is not an array of numbers, and if `result_types.conversion` returns None.
+    """Returns (conversions around a product, request with converted a, b, c and bias). The request's
+    `preferred_element_type` becomes the dtype that the call computes, or None. There are no conversions with `scaling`,
+    if a or b is not an array of numbers, or if `result_types.conversion` returns None.
 
-    `are_rows`: both operands are stored along the contraction, as kernels of 8 bits and fewer take them; by default
-    the flags decide. `is_lax`: the result has the type of `lax.dot_general`, not of `jnp.matmul`.
-    """
+    `are_rows`: both operands are stored along the contraction, as kernels of 8 bits and fewer take them; by default the
+    flags decide. `is_lax`: the result has the type of `lax.dot_general`, not of `jnp.matmul`."""
     a, b, preferred, precision = request.a, request.b, request.preferred_element_type, request.precision
     if preferred is not None:
         preferred = operand_checks.check_preferred(preferred)
@@ -62,7 +62,7 @@ def added_arrays(request: Request) -> dict[str, Any]:
 
 
 def types_of(*arrays: Any) -> result_types.Types:
-    """Returns (dtype, whether it is weak) in JAX of each array; a ShapeDtypeStruct keeps 64 bits, also in JAX 0.10."""
+    """Returns (dtype, whether it is weak) in JAX of each array, except that a ShapeDtypeStruct keeps 64 bits."""
     kinds = ((x, jax.typeof(x)) for x in arrays)
     return tuple((x.dtype if isinstance(x, jax.ShapeDtypeStruct) else t.dtype, t.weak_type) for x, t in kinds)
 
@@ -71,9 +71,12 @@ def validated(
     request: Request,
     group: Group = Group(),  # noqa: B008
 ) -> tuple[MatmulSpec, dict[str, Any], Shape]:
-    """Checks a user's arguments and returns (spec, operands by name in the types of the call, shape of d). `group`: the
-    ranks that share the product; then the operands and d are a rank's. Alpha and beta that are arrays become operands.
-    Products of integers ignore `determinism`, because any order gives their sums."""
+    """Checks a user's arguments, which `converted` has converted, and returns (spec, operands by name in the types of
+    the call, shape of d). Raises a `Refusal` for what is wrong.
+
+    `group`: the ranks that share the product; then the operands and d are a rank's. Alpha and beta that are arrays
+    become operands "alpha" and "beta", with 1 in the spec. Products of integers ignore `determinism`: any order gives
+    their sums."""
     a, b, c = request.a, request.b, request.c
     operand_checks.check_array("{a}", a, at_least=2)
     operand_checks.check_array("{b}", b, ndim=2)
@@ -130,7 +133,8 @@ def validated(
 
 
 def _source_line(function: str) -> str:
-    """Returns the name of a call in messages, in a job with its line; for a fused call it names JAX's product."""
+    """Returns the name of a call for messages, with its source line in a job of several processes. The name is
+    `function`, but for a call that `fuse` makes it is "fuse: " and the name of JAX's product."""
     eqn = jax_tracing.equation_in_place()
     product = "" if eqn is None else eqn.primitive.name.removesuffix("_wrapper")
     if eqn is None or product not in ("dot_general", "ragged_dot_general", "scaled_matmul"):
@@ -139,8 +143,8 @@ def _source_line(function: str) -> str:
 
 
 def _check_traced(spec: MatmulSpec, dtype: np.dtype, is_low_precision: bool) -> None:
-    """Raises NotImplementedError for an alpha or beta that is an array, with operands of 8 bits and fewer, with a bias
-    gradient, or with `determinism` "batch" or "topology"."""
+    """Raises NotImplementedError if alpha or beta is an array (`spec.traced` is not empty) and the operands have 8 bits
+    or fewer, the epilog has a bias gradient, or `determinism` is "batch" or "topology"."""
     arrays = f"got an array for {' and '.join(spec.traced)}"
     if is_low_precision or spec.rule.gradient:
         what = f"{dtype} operands" if is_low_precision else f"epilog {spec.epilog.name}"
@@ -156,8 +160,12 @@ def _check_traced(spec: MatmulSpec, dtype: np.dtype, is_low_precision: bool) -> 
 
 
 def check_scalar(argument: str, value: Any, out_dtype: np.dtype) -> Any:
-    """Returns a number as a float or complex, a JAX scalar in the accumulator's type; neither takes part in promotion.
-    Raises TypeError or ValueError for a bool, for any other type, and if the result's type cannot hold the number."""
+    """Returns alpha or beta in a form that takes no part in type promotion: a number, also of NumPy, as a float or
+    complex, and a JAX scalar in the accumulator's type of `out_dtype`.
+
+    Raises TypeError for a bool, another array or another type, for a complex value if the result is real, and for a
+    fraction if it is an integer (but truncates a JAX scalar). Raises ValueError for a number beyond the range of the
+    integers that are summed, or of float64."""
     if isinstance(value, np.generic | np.ndarray) and np.ndim(value) == 0:
         value = value.item()
     if isinstance(value, jax.Array) and value.ndim == 0 and value.dtype != np.bool_:
@@ -187,8 +195,8 @@ def check_scalar(argument: str, value: Any, out_dtype: np.dtype) -> Any:
 
 
 def check_c(c: Any, beta: Any, out_dtype: np.dtype, out_shape: Shape) -> Any:
-    """Returns beta as `check_scalar` does, 0.0 without c and beta. Raises if only one is given, if c has another shape
-    than d, or if its type does not convert to d's without loss."""
+    """Returns beta as `check_scalar` does; 0.0 without c and beta. Raises ValueError if only one is given or c has
+    another shape than d, and TypeError unless JAX promotes the types of c and d to d's."""
     if c is None:
         if beta is not None:
             raise InvalidValue(f"beta={beta!r} was given without c; pass c of shape {tuple(out_shape)} or drop beta")

@@ -33,8 +33,11 @@ ALGORITHMS = {
 
 
 def resolve_comm_options(result: DTypeLike, operand: DTypeLike, comm: CommOptions | None, level: Level) -> CommOptions:
-    """Returns the options of a spec, types by name; defaults for None. Raises for types and values that no pattern
-    takes, and for `weights` or `gradients` at a `level` with a fixed order. `check_comm_options` does the rest."""
+    """Returns checked options for a spec, with types by name; the defaults if `comm` is None. The algorithm "default"
+    becomes None. `result`, `operand`: the types of D and of a and b.
+
+    Raises TypeError or ValueError for types and values that no pattern takes, and NotImplementedError for `weights` or
+    `gradients` at a `level` with a fixed order. `check_comm_options` checks what depends on the pattern."""
     if comm is None:
         return CommOptions()
     if not isinstance(comm, CommOptions):
@@ -80,12 +83,12 @@ def resolve_comm_options(result: DTypeLike, operand: DTypeLike, comm: CommOption
 
 
 def check_comm_options(spec: MatmulSpec, columns: int, is_settled: bool = True, has_mesh: bool = True) -> None:
-    """Raises ValueError for an option that the pattern, or a device's d with so many columns, does not take.
+    """Raises ValueError for an option that the call's pattern does not take. `columns`: of d on a device, which the
+    algorithm "fused" restricts.
 
-    Always refuses `weights` and `gradients`, which a call that takes them has removed. cuBLASMp on GPUs checks the
-    algorithm itself. `is_settled`: the pattern is known; if not, refuses all that not every pattern takes. `has_mesh`:
-    a mesh is known; if not, messages say so.
-    """
+    Always refuses `weights` and `gradients`, which a call that takes them has removed. Does not check the algorithm of
+    a known pattern where cuBLASMp may run on GPUs, because the library does. `is_settled`: the pattern is known; if
+    not, refuses all that not every pattern takes. `has_mesh`: a mesh is known; if not, messages say so."""
     comm, pattern = spec.comm, spec.group.pattern
     if comm == CommOptions():
         return
@@ -125,7 +128,8 @@ def check_comm_options(spec: MatmulSpec, columns: int, is_settled: bool = True, 
 
 
 def fit_comm_options(spec: MatmulSpec) -> MatmulSpec:
-    """Returns the spec without a `comm.dtype` or `comm.algorithm` that its pattern, or its type of D, does not take."""
+    """Returns the spec without `comm.dtype` if its pattern sums nothing or the type is smaller than D's, and without
+    `comm.algorithm` if its pattern does not have it. Other options stay."""
     comm, pattern = spec.comm, spec.group.pattern
     if comm.dtype and (pattern not in _SUMMING or np.dtype(comm.dtype).itemsize < np.dtype(spec.out_dtype).itemsize):
         comm = dataclasses.replace(comm, dtype=None)

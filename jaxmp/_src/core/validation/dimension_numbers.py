@@ -41,7 +41,8 @@ class DimensionNumbers:
         return (*pick(lhs, self.lhs_batch), *pick(lhs, self.lhs_free), *pick(rhs, self.rhs_free))
 
     def product(self, lhs_ndim: int, rhs_ndim: int) -> Contraction:
-        """Returns the product of unsharded arrays with these numbers of dimensions, in letters."""
+        """Returns the product of unsharded arrays with these numbers of dimensions, with a letter for each dimension as
+        in an einsum: the two of a batch or contracted pair have the same."""
         a = LETTERS[:lhs_ndim]
         b = list(LETTERS[lhs_ndim : lhs_ndim + rhs_ndim])
         for i, j in zip(self.lhs_batch + self.lhs_contract, self.rhs_batch + self.rhs_contract, strict=True):
@@ -54,8 +55,9 @@ def pick(values: Sequence[T], indices: Sequence[int]) -> tuple[T, ...]:
 
 
 def parse(dimension_numbers: Any, lhs: ArrayType, rhs: ArrayType) -> DimensionNumbers:
-    """Returns the dimension numbers, none of them negative, contracted pairs in the order of lhs. None stands for
-    `lax.dot`'s, for at most 2 dimensions. Raises if they do not fit the operands."""
+    """Returns the dimension numbers, none of them negative, with the contracted pairs sorted by the dimension of lhs
+    and the batch pairs as given. None stands for the numbers of `lax.dot`, if no operand has more than 2 dimensions. An
+    integer stands for a sequence of one. Raises a TypeError that is a ValueError if they do not fit."""
     for argument, x in (("{a}", lhs), ("{b}", rhs)):
         operand_checks.check_array(argument, x)
     if dimension_numbers is None and max(len(lhs.shape), len(rhs.shape)) <= 2:  # lax.dot
@@ -99,7 +101,7 @@ def parse(dimension_numbers: Any, lhs: ArrayType, rhs: ArrayType) -> DimensionNu
 
 
 def _within(argument: str, dimensions: Sequence[int], x: ArrayType) -> tuple[int, ...]:
-    """Returns `dimensions` with negative ones counted from the front. Raises if x does not have them."""
+    """Returns `dimensions` of x, negative ones counted from the end. Raises as `parse` if x does not have them."""
     ndim = len(x.shape)
     for i in dimensions:
         if not -ndim <= i < ndim:

@@ -21,10 +21,12 @@ from jaxmp._src.platform.runtime.types import Shape
 def check_epilog(
     request: Request, spec: MatmulSpec, shape: Shape, bias_dtype: np.dtype
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Checks a request's epilog and inputs for d of `shape`; returns (spec fields, inputs by name in the call's types).
+    """Checks a request's epilog and its inputs for a d of `shape`. Returns ({"epilog", "asks_all_reduce"}, inputs by
+    name, the bias in `bias_dtype`). The ALLREDUCE bit becomes the field `asks_all_reduce`.
 
-    ALLREDUCE becomes the field `asks_all_reduce`. `check_relu_aux` checks the columns of a relu_aux, by the pattern.
-    """
+    Raises ValueError for anything but an epilog, and for missing, unknown or wrongly shaped inputs. Raises TypeError
+    for wrong types of inputs, and for an activation with a complex result. Raises NotImplementedError for an epilog
+    that the operands' types or flags exclude. `check_relu_aux` checks the columns of a relu_aux, by the pattern."""
     out, epilog, epilog_inputs = spec.out_dtype, request.epilog, request.epilog_inputs
     try:
         if isinstance(epilog, bool):
@@ -73,8 +75,8 @@ def _epilog_of(value: Any) -> str:
 
 
 def _check_summed_operand(spec: MatmulSpec, epilog: Epilog, ndim_a: int) -> None:
-    """Raises NotImplementedError for BGRADA unless a is stored (k, m), and for BGRADB unless b is stored (k, n):
-    cuBLASMp sums no others. Raises ValueError for BGRADA of an a with more than 2 dimensions."""
+    """Raises NotImplementedError for BGRADA unless `transpose_a`, and for BGRADB if `transpose_b`, because cuBLASMp
+    sums a stored as (k, m) and b stored as (k, n) only. Raises ValueError for BGRADA if a is not 2-D."""
     for summed, which, flag, stored in ((Epilog.BGRADA, "a", True, "(k, m)"), (Epilog.BGRADB, "b", False, "(k, n)")):
         if epilog == summed and getattr(spec, f"transpose_{which}") != flag:
             raise NotAvailable(
@@ -88,6 +90,7 @@ def _check_summed_operand(spec: MatmulSpec, epilog: Epilog, ndim_a: int) -> None
 
 
 def _check_bias(bias: Any, out_dtype: np.dtype, shape: Shape) -> Any:
+    """Returns the bias in `out_dtype`. Raises unless it has the result's columns and a type that promotes to that."""
     argument = "{bias}"
     check_array(argument, bias, ndim=1)
     if bias.shape[0] != shape[-1]:
@@ -99,6 +102,7 @@ def _check_bias(bias: Any, out_dtype: np.dtype, shape: Shape) -> Any:
 
 
 def _check_relu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
+    """Returns `aux`. Raises unless it is uint8 with the rows of the result, of any number of bytes."""
     if getattr(aux, "dtype", None) != np.uint8:
         raise InvalidType(
             f"relu_aux must be the uint8 array that a RELU_AUX epilog returned, got "
@@ -112,8 +116,8 @@ def _check_relu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
 
 
 def check_relu_aux(operands: dict[str, Any], columns: int, per_shard: int) -> None:
-    """Raises ValueError for a relu_aux in `operands` without the bytes for `columns` of d, `per_shard` of them on each
-    device, where a row's bits are padded to 16 bytes."""
+    """Raises ValueError if `operands` has a relu_aux with another number of bytes a row than for `columns` of d,
+    `per_shard` of them on each device. In each shard a row's bits are padded to a multiple of 16 bytes."""
     if "relu_aux" not in operands:
         return
     shards = columns // per_shard if per_shard else 1
@@ -126,6 +130,7 @@ def check_relu_aux(operands: dict[str, Any], columns: int, per_shard: int) -> No
 
 
 def _check_gelu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
+    """Returns `aux`. Raises unless it is an array with the shape and dtype of the result."""
     check_array("gelu_aux", aux)
     if tuple(aux.shape) != shape:
         raise InvalidValue(f"gelu_aux must have the result's shape {shape}, got {tuple(aux.shape)}")
@@ -135,7 +140,8 @@ def _check_gelu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
 
 
 def check_all_reduce(spec: MatmulSpec) -> MatmulSpec:
-    """Returns the spec with `asks_all_reduce` off. ValueError if it was on and several ranks have another pattern."""
+    """Returns the spec with `asks_all_reduce` off. Raises ValueError if it was on and the pattern does not sum the
+    ranks' products on every rank, unless the group (the mesh, if the product does not communicate) has one device."""
     if not spec.asks_all_reduce:
         return spec
     group, product = spec.group, spec.contraction

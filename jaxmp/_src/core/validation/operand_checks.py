@@ -26,8 +26,8 @@ def check_function(name: str, fn: Any) -> None:
 
 
 def check_array(argument: str, x: Any, ndim: int | None = None, at_least: int | None = None) -> None:
-    """Raises an error that is a TypeError and a ValueError unless `x` is an array of numbers with `ndim`, or `at_least`
-    so many, dimensions. Raises ValueError if it is in host memory."""
+    """Raises an error that is a TypeError and a ValueError unless `x` is an array of numbers or bools. The same unless
+    it has `ndim` dimensions, and `at_least` so many, if given. Raises ValueError if it is in host memory."""
     if not is_array(x):
         is_numpy = isinstance(x, np.ndarray | np.generic)
         what, of_dtype = (" of numbers", f" of dtype {x.dtype}") if is_numpy else ("", "")
@@ -48,7 +48,7 @@ def check_array(argument: str, x: Any, ndim: int | None = None, at_least: int | 
 
 
 def _as_rank(argument: str, x: Any, ndim: int | None) -> str:
-    """Returns the end of a message: how to get `ndim` dimensions (None: two or more); "" if nothing is known."""
+    """Returns the end of a message: how to get `ndim` dimensions (None: two or more) from x; "" if nothing is known."""
     if len(x.shape) == 1:
         return f"; pass {argument}[:, None]" if ndim and argument != "{a}" else f"; pass {argument}[None]"
     return "; jaxmp.einsum and jax.vmap take a batch of matrices" if ndim == 2 and len(x.shape) > 2 else ""
@@ -110,7 +110,7 @@ def has_numbers(x: Any) -> bool:
 
 
 def check_dtype(argument: str, value: Any) -> np.dtype:
-    """Returns the dtype that a user names, under JAX's current setting of 64-bit types. TypeError if it is not one."""
+    """Returns the dtype that a user names, of 32 bits if 64-bit types are off. Raises TypeError if there is none."""
     try:
         return jax_compat.canonical_dtype(value, f"{argument}")
     except TypeError:
@@ -130,7 +130,8 @@ def check_flag(argument: str, value: Any) -> bool:
 
 
 def check_flags(request: Request) -> dict[str, Any]:
-    """Checks and returns spec fields by name: transpose and conjugate flags, implementation, level, first operand."""
+    """Checks and returns spec fields by name: both transpose and both conjugate flags, implementation,
+    `first_operand_is_b` and determinism."""
     return {
         "transpose_a": check_flag("transpose_a", request.transpose_a),
         "transpose_b": check_flag("transpose_b", request.transpose_b),
@@ -142,8 +143,8 @@ def check_flags(request: Request) -> dict[str, Any]:
 
 
 def check_widens(argument: str, x: Any, out_dtype: np.dtype) -> None:
-    """Raises TypeError unless JAX's promotion of `x` with the result's type is this type. A NumPy array has the type
-    that JAX gives it, and a weak type gives way."""
+    """Raises TypeError unless JAX promotes the types of `x` and of the result to the result's. A NumPy array has the
+    type that JAX gives it, and a weak type gives way."""
     if np.dtype(jnp.result_type(x, np.dtype(out_dtype))) != np.dtype(out_dtype):
         raise InvalidType(
             f"{argument} has dtype {x.dtype} but the result has dtype {np.dtype(out_dtype).name}; convert "
@@ -158,7 +159,7 @@ def check_implementation(value: Any) -> Any:
 
 
 def check_conjugate(argument: str, flag: Any, x: ArrayType) -> bool:
-    """Returns whether to conjugate. Raises TypeError for the flag of a real operand, which is a mistake."""
+    """Returns `flag` as a bool. Raises TypeError if it is True for a real `x`, which is a mistake, or no bool."""
     is_conjugated = check_flag(argument, flag)
     if is_conjugated and not jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise InvalidType(f"{argument}=True needs a complex operand, got dtype {x.dtype}")

@@ -34,10 +34,10 @@ _ELSEWHERE = {
 def public(fn: F) -> F:
     """Returns `fn` as users call it. Its first two parameters are the operands a and b in messages.
 
-    Arguments with `__jax_array__` become arrays. TypeErrors of wrong arguments have a remedy, and refusals the names of
-    function and operands. Tracebacks hide jaxmp's frames. `**options: Unpack[...]` is replaced in the signature by
-    keywords of `Request`, one by one. A call first registers rules that `when_imported` was given.
-    """
+    Arguments with `__jax_array__` become arrays. TypeErrors of unknown or too many arguments have a remedy. Refusals
+    get the names of function and operands, and JAX's error about incompatible devices the operands and devices.
+    Tracebacks hide jaxmp's frames. `**options: Unpack[...]` is replaced in the signature by keywords of `Request`, one
+    by one. A call first registers rules that `when_imported` was given."""
     signature = _signature(fn)
     parameters = signature.parameters
     operands = dict(zip("ab", parameters, strict=False))
@@ -79,7 +79,8 @@ def public(fn: F) -> F:
 
 
 def as_array(x: Any) -> Any:
-    """Converts an object with `__jax_array__`, such as a Flax parameter, to its array, also inside a dict."""
+    """Returns the array of an object with `__jax_array__`, such as a Flax parameter, and a mapping with its values
+    converted so. Anything else, also a mapping without such an object, is returned unchanged."""
     if x is None or isinstance(x, ArrayImpl | str):
         return x
     if isinstance(x, Mapping):
@@ -122,14 +123,14 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature:
 
 
 def _options(fn: Callable[..., Any]) -> Any:
-    """Returns the TypedDict of `**options: Unpack[...]`, or None."""
+    """Returns the TypedDict in the annotation `**options: Unpack[...]` of `fn`, or None if it has no such parameter."""
     text = fn.__annotations__.get("options", "")
     return fn.__globals__[text[len("Unpack[") : -1]] if text.startswith("Unpack[") else None
 
 
 def _places(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Names one operand for each set of devices: "a on 0 and b on 1". Only committed arrays count. JAX's own message
-    would name the operands of a function inside jaxmp."""
+    """Names one operand for each set of devices: "a on 0 and b on 1". Only arrays that are committed to devices count.
+    JAX's own message would name the operands of a function inside jaxmp."""
     places: dict[str, str] = {}
     for argument, value in signature.bind(*args, **kwargs).arguments.items():
         for path, x in jax.tree_util.tree_leaves_with_path(value):

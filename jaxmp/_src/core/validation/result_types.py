@@ -49,7 +49,8 @@ _WIDE = frozenset(map(np.dtype, (np.int64, np.uint64, np.float64, np.complex128)
 
 
 def _once_for_types(fn: F) -> F:
-    """Returns `fn`, cached by its arguments and JAX's settings. It runs with 64-bit types on if `types` has one."""
+    """Returns `fn`, a function of `types` and more, cached by its arguments and JAX's settings. JAX's 64-bit types are
+    on while `fn` runs, if `types` has one."""
 
     def typed(types: Types, *args: Any) -> Any:
         # If 64-bit types are off, JAX narrows all types except types of arrays.
@@ -64,9 +65,9 @@ def _once_for_types(fn: F) -> F:
 class Conversion:
     """The conversions around a call; by default none.
 
-    `steps`: operands are converted to these types in turn. `result`: the call's preferred_element_type. `out`: the
-    type that the user gets; None if what is added decides. `is_weak`: the result is. `are_weak`: both operands are.
-    """
+    `steps`: a and b are converted to these types, one after the other. `result`: the call's preferred_element_type, or
+    None. `out`: the type that the user gets; None if it is the call's result, which follows from what is added.
+    `is_weak`: the user's result is weakly typed. `are_weak`: both operands are weakly typed."""
 
     steps: tuple[np.dtype, ...] = ()
     result: np.dtype | None = None
@@ -75,8 +76,12 @@ class Conversion:
     are_weak: bool = False
 
     def of(self, name: str, x: Any) -> Any:
-        """Converts "a" and "b" by `steps`, and "c" and "bias" to `result` if their type has no kernel (except floats to
-        integers). Returns other operands unchanged."""
+        """Returns the operand `name` of the call, converted.
+
+        a and b are converted to each type of `steps`. Before that a weakly typed a or b becomes strongly typed, if both
+        are weak or `out` is another type. c and the bias are converted to `result` if their type has no kernel; they
+        stay if `result` is None, if they are int8, and if they are floats and `result` is not. Other operands are
+        returned unchanged."""
         if name in ("c", "bias"):  # in the call's type where JAX promotes its own with no other
             if self.result is None or x.dtype.name in RESULT_TYPES or x.dtype == _INT8:
                 return x
@@ -92,7 +97,8 @@ class Conversion:
         return x
 
     def of_result(self, result: Any) -> Any:
-        """Converts d, or the d of (d, {name: array}), to what the user gets."""
+        """Converts d to `out` (None: d's own type), weakly typed if `is_weak`. Of (d, {name: array}) only d is
+        converted."""
         if isinstance(result, tuple):
             return (self.of_result(result[0]), *result[1:])
         if self.out is None and not self.is_weak:
@@ -111,12 +117,12 @@ def conversion(
     asked: tuple[int | None, bool],
     kind: tuple[bool, bool],
 ) -> Conversion | None:
-    """Returns the conversions of a product of two arrays. Returns None if nothing is converted, if JAX refuses the
-    types, or if no kernel takes them.
+    """Returns the conversions of a product of two arrays. Returns None if nothing has to be converted, if JAX refuses
+    the types, or if no kernel takes them. Raises NoKernel or NoPromotion as `_check_weak` and `_with_added`.
 
-    `asked`: the epilog, and whether an implementation is asked for. `kind`: whether operands are stored as kernels of 8
-    bits and fewer take them, and whether the result has the type of `lax.dot_general` instead of `jnp.matmul`.
-    """
+    `types`: of a, b, and each array that is added. `preferred`: the user's preferred_element_type. `asked`: (the
+    epilog, whether an implementation is asked for). `kind`: (whether operands are stored as kernels of 8 bits and fewer
+    take them, whether the result has the type of `lax.dot_general` instead of `jnp.matmul`)."""
     a, b, *added = map(_Typed, types)
     dtypes, are_weak, (are_rows, is_lax) = (a.dtype, b.dtype), a.weak_type and b.weak_type, kind
     try:
@@ -149,8 +155,8 @@ def conversion(
 
 
 def _with_added(given: np.dtype, added: Sequence[_Typed]) -> np.dtype:
-    """Returns the type of a product of integers `given` plus `added`: for int8 the type that JAX promotes both to, if
-    it is an integer, because sums have 32 bits; otherwise `given`. Raises TypeError if JAX does not promote them."""
+    """Returns the type of a product of integers `given` plus `added`. For int8 it is the type that JAX promotes all to,
+    if that is an integer, because sums have 32 bits; otherwise `given`. Raises NoPromotion if JAX does not."""
     try:
         with jax.numpy_dtype_promotion("standard"):  # c has the type of the sums, also if the user's setting is strict
             out = np.dtype(jnp.result_type(given, *added))
@@ -160,7 +166,7 @@ def _with_added(given: np.dtype, added: Sequence[_Typed]) -> np.dtype:
 
 
 def _check_weak(a: _Typed, b: _Typed) -> None:
-    """Raises NoKernel for two integers, one of them weak, that JAX refused, because it would narrow the weak one."""
+    """Called if JAX refused the types. Raises NoKernel for two integers, one of them weak, which JAX would narrow."""
     if (a.weak_type or b.weak_type) and all(jnp.issubdtype(x.dtype, jnp.integer) for x in (a, b)):
         raise NoKernel(
             f"operands of dtype {jnp.result_type(a, b)} ({{a}} {a.dtype}, {{b}} {b.dtype}) are not supported, "
@@ -170,7 +176,7 @@ def _check_weak(a: _Typed, b: _Typed) -> None:
 
 
 class CallTypes(NamedTuple):
-    """The type of a and b in a call (mixed pairs and 8 bits or fewer keep their types), and the type of D."""
+    """`operand`: the type of a and b; they keep theirs if `is_low_precision` or `is_mixed`. `out`: the type of D."""
 
     operand: np.dtype
     out: np.dtype
@@ -180,12 +186,13 @@ class CallTypes(NamedTuple):
 
 @_once_for_types
 def of_call(types: Types, preferred: np.dtype | None, has_scaling: bool) -> CallTypes:
-    """Returns the types of a call for operands that are already converted.
+    """Returns the types of a call for operands that `conversion` has converted. `types`: of a, b and each array that is
+    added.
 
-    Without `preferred`, D gets the type of the product plus what is added to it, if the product supports that. With it,
-    a mixed pair, which JAX may not promote, is multiplied in its wide type, and integers in the type `preferred`.
-    Raises NoPromotion or NoKernel for types that have no product.
-    """
+    Without `preferred`, D gets the type that JAX promotes the product and what is added to, if kernels of the product
+    give it; else, and always for integers, the operands' type. With `preferred`, D has this type; integers are
+    multiplied in it too, and a mixed pair in its wide type. 8 bits or fewer: see `_of_low_precision`. Raises
+    NoPromotion or NoKernel for types that have no product."""
     a, b, *added = map(_Typed, types)
     both = a.dtype, b.dtype
     mixes = is_mixed(*both) and not has_scaling
@@ -215,8 +222,9 @@ def of_call(types: Types, preferred: np.dtype | None, has_scaling: bool) -> Call
 
 
 def _of_low_precision(a: np.dtype, b: np.dtype, preferred: np.dtype | None, has_scaling: bool) -> np.dtype:
-    """Returns the type of D for operands of 8 bits and fewer, which are never promoted: `preferred` if it is allowed.
-    Without it int8 gives int32 (float32 with scales), and other types are refused."""
+    """Returns the type of D for operands of 8 bits and fewer, which are never promoted: `preferred`. Without it int8
+    gives int32, with scales float32. Raises NoPromotion without `preferred` for other types, and NoKernel for a
+    `preferred` that they do not give. A pair that is not multiplied raises the one or the other too."""
     allowed = result_dtypes(a, b, has_scaling)
     if not allowed:
         raise (NoPromotion if preferred is None else NoKernel)(
@@ -243,7 +251,7 @@ def _of_low_precision(a: np.dtype, b: np.dtype, preferred: np.dtype | None, has_
 
 def of_jnp(operands: Sequence[Any], preferred: np.dtype | None, added: Sequence[Any] = ()) -> tuple[np.dtype, bool]:
     """Returns (the type of the result, whether it is weak): `preferred`, which is never weak, or the type of
-    `jnp.matmul`. If this is weak, it is promoted with the types of `added`."""
+    `jnp.matmul` of the operands. A weak type of `jnp.matmul` is promoted with the types of `added`; another is not."""
     if preferred is not None:
         return preferred, False
     out, is_weak = jax.dtypes.result_type(*operands, return_weak_type_flag=True)
@@ -253,7 +261,7 @@ def of_jnp(operands: Sequence[Any], preferred: np.dtype | None, added: Sequence[
 
 
 def _of_lax(a: np.dtype, b: np.dtype, preferred: np.dtype | None, precision: lax.DotAlgorithmPreset | None) -> np.dtype:
-    """Returns the type of the result of `lax.dot_general`; TypeError for types that it does not take."""
+    """Returns the type of the result of `lax.dot_general`. Raises TypeError or ValueError for types that it refuses."""
     numbers = [jax.core.ShapedArray((), dtype) for dtype in (a, b)]
     params = {"precision": precision, "preferred_element_type": preferred, "out_sharding": None}
     product, _ = lax.dot_general_p.abstract_eval(*numbers, dimension_numbers=(((), ()), ((), ())), **params)
@@ -266,12 +274,12 @@ _FLOAT8 = {f"float8_{name}" for name in ("e3m4", "e4m3", "e4m3fn", "e4m3fnuz", "
 
 
 def _steps(a: np.dtype, b: np.dtype, out: np.dtype, precision: lax.DotAlgorithmPreset | None) -> tuple[np.dtype, ...]:
-    """Returns (type that JAX gives both operands,), or () if they keep their types. It is the type that
-    `precision` asks for, or else the result's type if the operands' types differ.
+    """Returns a tuple of the one type that JAX converts both operands to, or () if they keep their types. It is the
+    type that `precision` needs, if it does not take theirs; otherwise, if the types differ, `out`, the result's.
 
-    For a result of int32 or float32 it is int8 or bfloat16, if that holds all numbers of both operands. Two types of
-    float8 stay, and so does a pair of 8 bits or fewer with 16 or 32, because kernels decode the narrow operand.
-    """
+    Instead of int32 it is int8, and instead of float32 bfloat16, if this holds all numbers of both operands. Two types
+    of float8 stay. So does a type of 8 bits or fewer with one of 16 or 32, if a kernel gives `out`, because kernels
+    decode the narrow operand."""
     steps: tuple[np.dtype, ...] = ()
     wide = operand_type(a, b)
     overflows = wide == np.float16 and "float8_e8m0fnu" in (a.name, b.name)  # if JAX converts it
@@ -303,11 +311,12 @@ def _of_kernel(
     precision: lax.DotAlgorithmPreset | None,
     asked: tuple[int | None, bool],
 ) -> _KernelTypes | None:
-    """Returns (the type to convert operands of type `given` to, or None to keep it; the type of the call's result), for
-    a result `out`. Returns None if no kernel supports them and an implementation is asked for, or as in `_of_int8`.
+    """Returns (the type to convert both operands from `given` to, or None to keep it; the type of the call's result),
+    for a user's result `out`. Returns None if no kernel takes `given` and an implementation is asked for, and for int8
+    as `_of_int8`.
 
-    `low`: types of results that kernels of 8 bits and fewer have. `asked`: as in `conversion`.
-    """
+    `given`: the operands' type after `_steps`, or the wide one of two. `low`: types of results that kernels of 8 bits
+    and fewer have, or (). `asked`: as in `conversion`."""
     has_kernel, (epilog, has_implementation) = given.name in RESULT_TYPES, asked
     if given == _INT8:
         return _of_int8(out, epilog, has_implementation)
@@ -329,8 +338,9 @@ def _of_kernel(
 
 
 def _of_int8(out: np.dtype, epilog: int | None, has_implementation: bool) -> _KernelTypes | None:
-    """Returns the types for int8 operands. Kernels give int32 without an epilog; XLA multiplies in other calls. Returns
-    None for these if an implementation is asked for, or for a relu with a result of less than 32 bits."""
+    """Returns the types for int8 operands, as `_of_kernel`. Kernels give integers of up to 32 bits, as int32, without
+    an epilog; XLA multiplies in other calls. For these returns None if an implementation is asked for, or if the result
+    has less than 32 bits and the epilog is not NONE or BIAS."""
     if epilog == Epilog.NONE and jnp.issubdtype(out, jnp.integer) and out.itemsize <= 4:
         return None, _INT32  # the low bits equal sums in a narrower type
     is_wide = epilog in (Epilog.NONE, Epilog.BIAS) or out.itemsize >= 4  # a relu of narrower sums differs
@@ -338,8 +348,8 @@ def _of_int8(out: np.dtype, epilog: int | None, has_implementation: bool) -> _Ke
 
 
 def _of_integers(out: np.dtype) -> _KernelTypes:
-    """Returns the types that XLA multiplies integers in: float32 for results of 16-bit floating point, int32 for
-    results of 8 bits and fewer, otherwise the type of the result."""
+    """Returns (type, type) that XLA multiplies integers in and gives: float32 for results of 16-bit floating point and
+    narrower, int32 for integers of 8 bits and fewer (but not uint8), otherwise `out`."""
     is_narrow = jnp.issubdtype(out, jnp.floating) and out.itemsize < 4
     has_less = out == _INT8 or (jnp.issubdtype(out, jnp.integer) and jnp.iinfo(out).bits < 8)
     computed = _FLOAT32 if is_narrow else _INT32 if has_less else out

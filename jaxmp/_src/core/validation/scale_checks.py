@@ -34,9 +34,9 @@ _GELU_AUX = ("GELU_AUX", "GELU_AUX_BIAS")
 
 
 def side_dtypes(out: np.dtype, c: ArrayType | None, bias: Any) -> tuple[np.dtype, np.dtype]:
-    """Returns (type of C, type of the bias) for a D of type `out` from float8 or float4 operands: `out`, but a bias of
-    bfloat16 for float32; for a float8 or float4 D the type of c (float16 without c). Raises TypeError for a bias of
-    another type, and for such a D unless c is float16 or bfloat16."""
+    """Returns (type of C, type of the bias) for a D of type `out` from float8 or float4 operands. Both are `out`, but
+    the bias of a float32 D is bfloat16. For a float8 or float4 D both are c's type, float16 without c. Raises TypeError
+    for a float8 or float4 D unless c is float16 or bfloat16, and for a bias of another type."""
     if not low_precision.is_scaled(out):
         of_c, of_bias = out, np.dtype(jnp.bfloat16) if out == np.float32 else out
     else:
@@ -53,8 +53,8 @@ def side_dtypes(out: np.dtype, c: ArrayType | None, bias: Any) -> tuple[np.dtype
 
 
 def check_stored(spec: MatmulSpec, dtype: np.dtype) -> None:
-    """Raises ValueError unless float8 and float4 operands are stored (m, k) and (n, k), and NotImplementedError if
-    cuBLAS lacks the epilog for operands of `dtype`."""
+    """Raises ValueError for float8 and float4 operands unless a is stored (m, k) and b (n, k); int8 operands may be
+    stored either way. Raises NotImplementedError for an epilog that cuBLAS lacks for `dtype` and the result's type."""
     is_scaled, out = low_precision.is_scaled(dtype), spec.out_dtype
     if is_scaled and (spec.transpose_a or not spec.transpose_b):
         raise InvalidValue(
@@ -76,8 +76,9 @@ def check_stored(spec: MatmulSpec, dtype: np.dtype) -> None:
 def resolve_scales(
     scaling: Scaling | None, a: ArrayType, b: ArrayType, spec: MatmulSpec
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (spec fields, scales by name) for float8 and float4 operands, and for two int8 with `scaling`. Returns
-    empty ones for other operands, and raises TypeError if these have `scaling`. Raises if scales do not fit."""
+    """Returns ({"scales", "aux_dtype"}, the spec's fields; scales that are given, as {"scale_a": ...}) for float8 and
+    float4 operands, and for two int8 with `scaling`. Returns ({}, {}) for other operands. Raises TypeError for other
+    operands with `scaling`, and TypeError, ValueError or NotImplementedError if scales do not fit."""
     if scaling is not None and not isinstance(scaling, Scaling):
         raise InvalidType(
             f"scaling must be a jaxmp.Scaling, got {type(scaling).__name__}; pass scaling=jaxmp.Scaling(a=..., b=...)"
@@ -116,7 +117,7 @@ def resolve_scales(
 
 
 def _check_scalar(argument: str, scale: Any) -> str:
-    """Returns the mode SCALAR, or NONE for None. Raises ValueError for other arrays than float32 scalars."""
+    """Returns SCALAR, or NONE if `scale` is None. Raises ValueError for anything but a float32 array ()."""
     if scale is None:
         return NONE
     if getattr(scale, "shape", None) != () or getattr(scale, "dtype", None) != np.float32:
@@ -135,9 +136,12 @@ def _check_int8(scaling: Scaling) -> None:
 
 
 def _check_modes(modes: dict[str, str], out: np.dtype) -> None:
-    """Raises unless a and b have one mode (NONE with SCALAR and VEC128 with BLK128 too, but not BLK128 twice). A result
-    `out` of 8 bits and fewer needs NONE, SCALAR, VEC16 or VEC32; a scale of c NONE or SCALAR; a scale of d such a
-    result and not VEC32."""
+    """Checks the modes of float8 and float4 scales against each other and against the result's type `out`.
+
+    Raises NotImplementedError unless a and b have one mode other than BLK128, are NONE with SCALAR, or are VEC128 with
+    BLK128. Raises it for a result of 8 bits or fewer unless the mode is NONE, SCALAR, VEC16 or VEC32. Raises ValueError
+    for a scale of c with other modes than NONE and SCALAR. Raises ValueError for a scale of d unless the result has 8
+    bits or fewer and the mode is NONE, SCALAR or VEC16."""
     a, b = modes["a"], modes["b"]
     tensorwide = {a, b} <= {NONE, SCALAR}
     both_128 = {a, b} == {VEC128} or {a, b} == {VEC128, BLK128}
@@ -167,12 +171,12 @@ def _resolve_aux(
     scale_a: str,
     given: dict[str, Any],
 ) -> np.dtype | None:
-    """Returns the type of gelu_aux, or None if the epilog has none; then raises for options of an aux.
+    """Returns the type of gelu_aux, or None if the epilog has none.
 
-    It is the type of d; for a float8 d it is the type of c (float16 without c), as in nvmath-python. It may also be
-    float8_e4m3fn, with a scale and its largest value, where cuBLAS supports that (its documentation,
-    cublasLtMatmulDescAttributes_t). `dtypes`: the types of a, b and d. `given`: the user's options of the aux, by name.
-    """
+    It is the type of d, but for a float8 d the type `c` of c (float16 without c), as in nvmath-python. The user may ask
+    for float8_e4m3fn, also with a scale and an amax, where cuBLAS supports that (its documentation,
+    cublasLtMatmulDescAttributes_t); NotImplementedError for other types. Raises ValueError for options of an aux if
+    there is none, or for its scale and amax if it is not float8. `dtypes`: of a, b, d. `given`: the options."""
     said = [argument for argument, value in given.items() if value is not None and value is not False]
     if epilog_name not in _GELU_AUX:
         if said:
