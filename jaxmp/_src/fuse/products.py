@@ -300,11 +300,12 @@ def _with_scales(graph: Graph, product: Product) -> Product:
 
 
 def _with_alpha(graph: Graph, product: Product) -> Product:
-    """Takes in the multiplication by a literal number, as alpha."""
+    """Takes in the multiplication by a literal number, not 0 or infinity, as alpha."""
     found = _next(graph, product, "mul")
     if found is None:
         return product
     scalars = [v for v in found[1].invars if jax_tracing.is_literal(v) and np.ndim(v.val) == 0]
+    scalars = [v for v in scalars if v.val and np.isfinite(v.val)]  # alpha cannot give the NaN of 0 * infinity
     before = 1.0 if product.alpha is None else product.alpha
     return _after(product, *found, alpha=before * float(scalars[0].val)) if len(scalars) == 1 else product
 

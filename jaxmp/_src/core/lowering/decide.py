@@ -303,7 +303,7 @@ def grouped(spec: GroupedSpec, types: Sequence[Any], where: Where) -> Decision:
     name = getattr(given, "__name__", "a function") if callable(given) else "xla" if why else "host"
     by = name if callable(given) else "XLA"
     words = f"{by} multiplies groups of rows here" if why else "CPU devices multiply groups of rows"
-    if not spec.experts:
+    if nranks == 1:
         return Decision(name, words if why else f"{words}, each device its own", "local")
     over = functools.partial(Transfer.over, dict(spec.mesh), spec.experts)
     if not why and (not unshared or (where.shares_memory and batch_of((x, w, bounds)) == 1)):

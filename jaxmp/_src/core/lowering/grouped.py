@@ -41,9 +41,9 @@ def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
             site = process_barrier.site(ctx, spec.mesh, spec.experts, is_collective=True)
 
         def lower(x: jax.Array, w: jax.Array, bounds: jax.Array) -> jax.Array:
-            if is_alone:
-                return local(x, w, bounds, spec)
             alone = dataclasses.replace(spec, experts=(), mesh=())
+            if is_alone:
+                return local(x, w, bounds, spec if decision.form == "shared" else alone)
             if decision.form == "exchange":
                 assert site is not None
                 same = dataclasses.replace(spec, implementation=None)
