@@ -113,6 +113,7 @@ WRONG = {
     "alpha is a boolean array": ((A, B), {"alpha": jnp.array(True)}, TypeError, "matmul: alpha must be a Python number or a scalar array, got ArrayImpl of shape () and dtype bool"),
     "beta is a vector": ((A, B, C), {"beta": jnp.ones(2)}, TypeError, "matmul: beta must be a Python number or a scalar array, got ArrayImpl of shape (2,) and dtype float32"),
     "complex array alpha of real operands": ((A, B), {"alpha": jnp.array(2j)}, TypeError, "matmul: alpha has dtype complex64 but the result has dtype float32"),
+    "float array alpha of integers": ((A.astype(np.int32), B.astype(np.int32)), {"alpha": jnp.array(0.5)}, TypeError, "matmul: alpha has dtype float32 but the result has dtype int32"),
     "array alpha with a bias gradient": ((A, B), {"alpha": jnp.array(2.0), "epilog": Epilog.BGRADB}, NotImplementedError, "matmul: with epilog BGRADB alpha and beta are Python numbers, got an array for alpha; scale an operand, or the gradient that comes in"),
     "complex alpha of real operands": ((A, B), {"alpha": 2j}, TypeError, "matmul: alpha=2j is complex but the result has dtype float32"),
     "conjugate a real a": ((A, B), {"conjugate_a": True}, TypeError, "matmul: conjugate_a=True needs a complex operand, got dtype float32"),

@@ -164,12 +164,13 @@ def check_scalar(argument: str, value: Any, out_dtype: np.dtype) -> Any:
     complex, and a JAX scalar in the accumulator's type of `out_dtype`.
 
     Raises TypeError for a bool, another array or another type, for a complex value if the result is real, and for a
-    fraction if it is an integer (but truncates a JAX scalar). Raises ValueError for a number beyond the range of the
-    integers that are summed, or of float64."""
+    fraction or a JAX scalar of floating point if it is an integer. Raises ValueError for a number beyond the range of
+    the integers that are summed, or of float64."""
     if isinstance(value, np.generic | np.ndarray) and np.ndim(value) == 0:
         value = value.item()
     if isinstance(value, jax.Array) and value.ndim == 0 and value.dtype != np.bool_:
-        if jnp.iscomplexobj(value) and not jnp.issubdtype(out_dtype, jnp.complexfloating):
+        kinds = [kind for kind in (jnp.complexfloating, jnp.inexact) if jnp.issubdtype(value.dtype, kind)]
+        if kinds and not jnp.issubdtype(out_dtype, kinds[0]):
             raise InvalidType(f"{argument} has dtype {value.dtype} but the result has dtype {np.dtype(out_dtype).name}")
         return value.astype(accumulator(out_dtype))
     what = f" of shape {value.shape} and dtype {value.dtype}" if isinstance(value, np.ndarray | jax.Array) else ""
