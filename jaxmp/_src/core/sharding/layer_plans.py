@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._src.core.contraction import contraction
 from jaxmp._src.core.contraction.contraction import Contraction
 from jaxmp._src.core.sharding import meshes, sharded_call
 from jaxmp._src.core.spec import epilogs, low_precision
@@ -94,7 +93,7 @@ def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, ax
             return Layers(both, (sharded_call.make_call(spec, placement, operands),))
     if placement.mode == meshes.Mode.MANUAL:
         specs = spec.regroup(mesh=placement.axes), next_spec.regroup(mesh=placement.axes)
-        plans = tuple(contraction.on_axes(s.group.pattern, s.group.row_axes, ndim=x.ndim) for s in specs)
+        plans = tuple(each.group.contraction(x.ndim) for each in specs)
         calls = tuple(sharded_call.ManualCall(s, dimension=x.ndim - 2) for s in specs)
         return Layers(both, calls, plans)
     placement = _with_hidden(one, placement)

@@ -85,7 +85,7 @@ def check_comm_options(spec: MatmulSpec, columns: int, is_settled: bool = True, 
     Always refuses `weights` and `gradients`, which a call that takes them has removed. cuBLASMp on GPUs checks the
     algorithm itself. `is_settled`, `has_mesh`: the pattern, or a mesh, is known; messages say what is missing.
     """
-    comm, pattern = spec.comm, spec.group.pattern
+    comm, pattern = spec.comm, spec.contraction.pattern
     if comm == CommOptions():
         return
     this, remedy = f"this call is {pattern.value}", "drop it"
@@ -125,7 +125,7 @@ def check_comm_options(spec: MatmulSpec, columns: int, is_settled: bool = True, 
 
 def fit_comm_options(spec: MatmulSpec) -> MatmulSpec:
     """Returns the spec without a `comm.dtype` or `comm.algorithm` that its pattern, or its type of D, does not take."""
-    comm, pattern = spec.comm, spec.group.pattern
+    comm, pattern = spec.comm, spec.contraction.pattern
     if comm.dtype and (pattern not in _SUMMING or np.dtype(comm.dtype).itemsize < np.dtype(spec.out_dtype).itemsize):
         comm = dataclasses.replace(comm, dtype=None)
     if comm.algorithm and pattern not in ALGORITHMS[comm.algorithm]:
