@@ -126,8 +126,8 @@ Status PlaceEpilog(const Problem& p, Distribution* layout) {
   if (p.needs_aux() != p.has_aux() || (p.needs_aux() && is_relu != (p.dtype_aux == DType::kU8))) {
     return InvalidArgument(epilog,
                            !p.needs_aux() ? " takes no aux"
-                           : is_relu  ? " needs dtype_aux u8"
-                                      : " needs an aux",
+                           : is_relu      ? " needs dtype_aux u8"
+                                          : " needs an aux",
                            ", got dtype_aux ", NameOf(p.dtype_aux));
   }
   if (p.has_gradient() && (p.m == 0 || p.n == 0)) {

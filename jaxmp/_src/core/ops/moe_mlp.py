@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from jaxmp._src.core.contraction.contraction import Dim, Dims
@@ -161,8 +160,7 @@ _Products = tuple[RaggedCall, RaggedCall]
 
 def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -> tuple[_Products, meshes.Placement]:
     x, w_up, w_down = (operands[name] for name in ("x", "w_up", "w_down"))
-    if ins is not None and (not isinstance(ins, tuple | list) or isinstance(ins, P) or len(ins) != 3):
-        raise InvalidValue(f"in_shardings must be a triple, one sharding each for x, w_up and w_down, got {ins!r}")
+    shardings.check_each(ins, 3, "each of x, w_up and w_down")
     places = []
     for i, name in enumerate(("w_up", "w_down"), 1):
         with naming("moe_mlp", b=name):

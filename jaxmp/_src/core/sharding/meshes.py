@@ -210,10 +210,7 @@ def _left_to_xla(mesh: options.Mesh, out_shape: Shape, out_sharding: Any, why: s
 
 def _from_in_shardings(request: Request, out_shape: Shape) -> Placement:
     in_shardings, out_sharding, mesh = request.in_shardings, request.out_sharding, request.mesh
-    if not isinstance(in_shardings, tuple | list) or isinstance(in_shardings, P) or len(in_shardings) != 2:
-        raise InvalidValue(
-            f"in_shardings must be a pair, one sharding for {{a}} and one for {{b}}, got {in_shardings!r}"
-        )
+    shardings.check_each(in_shardings, 2, "{a} and one for {b}")
     for sharding in (*in_shardings, out_sharding):
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) and mesh is None else mesh
     for sharding in in_shardings:

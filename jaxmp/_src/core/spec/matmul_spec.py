@@ -90,7 +90,7 @@ class Group(Parts):
         return math.prod(sizes[axis] for axis in axes)
 
     def contraction(self, ndim: int = 2, **flags: bool) -> Contraction:
-        """Returns the product that the group shares, of an a and a d with `ndim` dimensions. `flags`: transpositions."""
+        """Returns the group's product, of an a and a d with `ndim` dimensions. `flags`: which operand is transposed."""
         return contraction.on_axes(self.pattern, self.row_axes, self.col_axes, ndim, **flags)
 
 
