@@ -64,7 +64,7 @@ Status SetAttributes(const MpApi& api, cublasMpMatmulDescriptor_t matmul, const 
   JAXMP_RETURN_IF_ERROR(to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSB, NumberOf(p.trans_b)));
   JAXMP_RETURN_IF_ERROR(to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE, epilog));
   JAXMP_RETURN_IF_ERROR(SetHints(to, p));
-  if (p.has_bias() || p.has_gradient()) {
+  if (p.needs_bias()) {
     JAXMP_RETURN_IF_ERROR(to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_DATA_TYPE, NumberOf(p.dtype_bias)));
   }
   if (p.has_gradient()) {
@@ -84,7 +84,7 @@ Status SetPointers(const MpApi& api, cublasMpMatmulDescriptor_t matmul, const Pr
   const void* bias = p.has_gradient() ? buffers.gradient : buffers.bias;
   const void* aux = p.reads_aux() ? buffers.aux_input : buffers.aux;
   const std::tuple<cublasMpMatmulDescriptorAttribute_t, bool, const void*> pointers[] = {
-      {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_POINTER, p.has_bias() || p.has_gradient(), bias},
+      {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_POINTER, p.needs_bias(), bias},
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_POINTER, p.has_aux(), aux},
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_A_SCALE_POINTER, has(p.scale_mode_a), buffers.scale_a},
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_B_SCALE_POINTER, has(p.scale_mode_b), buffers.scale_b},

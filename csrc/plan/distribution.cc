@@ -113,34 +113,31 @@ Status CheckSizes(const Distribution& layout) {
 }
 
 Status PlaceEpilog(const Problem& p, Distribution* layout) {
-  const bool is_relu = p.epilog & (2 | 8);
-  const bool wants_bias = (p.epilog & abi::CUBLASMP_MATMUL_EPILOGUE_BIAS) || p.has_gradient();
-  const bool wants_aux = p.epilog & 128;
+  const bool is_relu = p.has_relu();
   const std::string epilog = "jaxmp: epilog " + std::to_string(p.epilog);
   if (p.epilog & abi::CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE) {
     return InvalidArgument(epilog, " has the ALLREDUCE bit, which belongs to pattern all_reduce");
   }
-  if (wants_bias != (p.dtype_bias != DType::kNone)) {
-    return InvalidArgument(epilog, (wants_bias ? " needs" : " takes no"), " bias, but dtype_bias is ",
+  if (p.needs_bias() != (p.dtype_bias != DType::kNone)) {
+    return InvalidArgument(epilog, (p.needs_bias() ? " needs" : " takes no"), " bias, but dtype_bias is ",
                            NameOf(p.dtype_bias));
   }
   // A mask has bits, another aux has numbers; the library checks their type.
-  if (wants_aux != p.has_aux() || (wants_aux && is_relu != (p.dtype_aux == DType::kU8))) {
+  if (p.needs_aux() != p.has_aux() || (p.needs_aux() && is_relu != (p.dtype_aux == DType::kU8))) {
     return InvalidArgument(epilog,
-                           !wants_aux ? " takes no aux"
-                           : is_relu  ? " needs dtype_aux u8"
-                                      : " needs an aux",
+                           !p.needs_aux() ? " takes no aux"
+                           : is_relu      ? " needs dtype_aux u8"
+                                          : " needs an aux",
                            ", got dtype_aux ", NameOf(p.dtype_aux));
   }
   if (p.has_gradient() && (p.m == 0 || p.n == 0)) {
     return InvalidArgument(epilog,
                            " sums to a bias gradient, but D has no elements; write the gradient without a call");
   }
-  if (wants_bias) {
-    const bool is_of_b = p.epilog == abi::CUBLASMP_MATMUL_EPILOGUE_BGRADB;
-    layout->bias_size = is_of_b ? p.n : layout->d.local_rows;
+  if (p.needs_bias()) {
+    layout->bias_size = p.epilog == kBgradB ? p.n : layout->d.local_rows;
   }
-  if (wants_aux) {
+  if (p.needs_aux()) {
     const int64_t rows = layout->d.local_rows;
     // RELU_AUX: one bit for an element, columns padded to 16 bytes. GELU_AUX: D's type, columns padded to 8 elements.
     layout->aux.attribute_ld = RoundUp(rows, is_relu ? 128 : 8);

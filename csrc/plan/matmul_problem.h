@@ -66,6 +66,19 @@ enum class Algorithm : uint8_t {
 // How a matrix is scaled; kNone is a scale of 1.
 enum class ScaleMode : uint8_t { kNone, kScalar, kVec16, kVec32, kOuterVec, kVec128, kBlk128 };
 
+// The bits of an epilog's number, as in cuBLASLt. Derivatives are of activations, bias gradients of D, A and B.
+enum EpilogBit : int64_t {
+  kRelu = 2,
+  kBias = 4,
+  kReluDerivative = 8,
+  kBgradD = 16,
+  kGelu = 32,
+  kGeluDerivative = 64,
+  kAux = 128,
+  kBgradA = 256,
+  kBgradB = 512,
+};
+
 struct Problem {
   Pattern pattern = Pattern::kLocal;
   int64_t m = 0, n = 0, k = 0;  // global extents of the product that one communicator computes
@@ -93,13 +106,14 @@ struct Problem {
   // Global device ids by position in the mesh, if communicators depend on them and they are known.
   std::vector<int64_t> devices;
 
-  // An epilog's number is a set of bits, as in cuBLASLt: 2 RELU, 4 BIAS, 8 its derivative, 16 the gradient of the bias,
-  // 32 GELU, 64 its derivative, 128 AUX, 256 and 512 the bias gradients of A and B. Bias and aux are inputs or outputs.
   bool has_c() const { return dtype_c != DType::kNone; }
   bool has_bias() const { return dtype_bias != DType::kNone && !has_gradient(); }
-  bool has_gradient() const { return (epilog & (16 | 256 | 512)) != 0; }
+  bool has_gradient() const { return (epilog & (kBgradD | kBgradA | kBgradB)) != 0; }
   bool has_aux() const { return dtype_aux != DType::kNone; }
-  bool reads_aux() const { return (epilog & (8 | 64)) != 0; }
+  bool has_relu() const { return (epilog & (kRelu | kReluDerivative)) != 0; }
+  bool needs_bias() const { return (epilog & kBias) != 0 || has_gradient(); }
+  bool needs_aux() const { return (epilog & kAux) != 0; }
+  bool reads_aux() const { return (epilog & (kReluDerivative | kGeluDerivative)) != 0; }
   bool fixed_reduction_order() const { return determinism != "run_to_run"; }
   bool is_block_cyclic() const { return !layout_d.empty(); }
   int64_t nprow() const { return Extent(axes_row); }

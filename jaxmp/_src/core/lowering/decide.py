@@ -112,7 +112,7 @@ def product(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
     if logs.logger("backend").isEnabledFor(logging.DEBUG):
         shards = f"{call.a.dtype.name}{list(call.a.shape)} x {call.b.dtype.name}{list(call.b.shape)}"
         form = f"{call.why}; {call.name}" + (f" ({call.form_why})" if call.form_why else "")
-        pattern, name = call.spec.group.pattern, call.implementation
+        pattern, name = call.spec.contraction.pattern, call.implementation
         logs.logger("backend").debug("%s of shards %s: %s, %s", pattern, shards, name, form)
     return _decision(call.name, spec, a, b, call)
 

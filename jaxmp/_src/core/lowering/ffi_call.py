@@ -142,7 +142,7 @@ def call_attributes(
         for x in spec.distributions or (None,) * 3
     )
     return {
-        "pattern": spec.group.pattern.value,
+        "pattern": spec.contraction.pattern.value,
         "m": np.int64(found.n),
         "n": np.int64(found.m),
         "k": np.int64(found.k),
@@ -206,7 +206,7 @@ def profile_name(spec: MatmulSpec, found: Extents, a: ArrayType, b: ArrayType) -
         wide = native.kernel_of(_DTYPES[low_precision.operand_type(a.dtype, b.dtype).name])
         kernel = f"decoded; {wide}" if low_precision.is_mixed(a.dtype, b.dtype) else wide
         kernel = "one order of sums" if spec.fixed_reduction_order else kernel
-    return f"jaxmp {spec.group.pattern.value} {found.m}x{found.k}x{found.n} {types} {spec.level.name} ({kernel})"
+    return f"jaxmp {spec.contraction.pattern.value} {found.m}x{found.k}x{found.n} {types} {spec.level.name} ({kernel})"
 
 
 # The rank --------------------------------------------------------------------------------------------------------

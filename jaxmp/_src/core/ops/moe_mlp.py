@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from jaxmp._src.core.contraction.contraction import Dim, Dims
@@ -168,8 +167,7 @@ def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -
     """Returns ((call of gate and up, call of down), the placement of down). `ins`: the user's `in_shardings` or None.
     Raises ValueError if it is no triple."""
     x, w_up, w_down = (operands[name] for name in ("x", "w_up", "w_down"))
-    if ins is not None and (not isinstance(ins, tuple | list) or isinstance(ins, P) or len(ins) != 3):
-        raise InvalidValue(f"in_shardings must be a triple, one sharding each for x, w_up and w_down, got {ins!r}")
+    shardings.check_each(ins, 3, "each of x, w_up and w_down")
     places = []
     for i, name in enumerate(("w_up", "w_down"), 1):
         with naming("moe_mlp", b=name):

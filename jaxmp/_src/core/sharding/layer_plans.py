@@ -9,11 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
-from jaxmp._src.core.contraction import contraction
 from jaxmp._src.core.contraction.contraction import Contraction
-from jaxmp._src.core.sharding import meshes, sharded_call
+from jaxmp._src.core.sharding import meshes, sharded_call, shardings
 from jaxmp._src.core.spec import epilogs, low_precision
 from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec, Pattern
 from jaxmp._src.core.spec.options import AxisName
@@ -67,10 +65,7 @@ def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, ax
     (one, other), x, w_out, ins = labels, first.a, second.b, first.in_shardings
     if getattr(x, "ndim", 0) == 1:
         raise InvalidValue(f"x must have at least 2 dimensions, got 1 (shape {tuple(x.shape)}); pass x[None]")
-    if ins is not None and (not isinstance(ins, tuple | list) or isinstance(ins, P) or len(ins) != 3):
-        raise InvalidValue(
-            f"in_shardings must be a triple, one sharding each for x, {one.b} and {other.b}, got {ins!r}"
-        )
+    shardings.check_each(ins, 3, f"each of x, {one.b} and {other.b}")
     arrays = {"x": x, one.b: first.b, other.b: w_out}
     low = {name: y.dtype for name, y in arrays.items() if has_numbers(y) and low_precision.is_low_precision(y.dtype)}
     for argument, dtype in low.items():  # int8 with a wider type multiplies in the wider type
@@ -95,7 +90,7 @@ def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, ax
             return Layers(both, (sharded_call.make_call(spec, placement, operands),))
     if placement.mode == meshes.Mode.MANUAL:
         specs = spec.regroup(mesh=placement.axes), next_spec.regroup(mesh=placement.axes)
-        plans = tuple(contraction.on_axes(s.group.pattern, s.group.row_axes, ndim=x.ndim) for s in specs)
+        plans = tuple(each.group.contraction(x.ndim) for each in specs)
         calls = tuple(sharded_call.ManualCall(s, dimension=x.ndim - 2) for s in specs)
         return Layers(both, calls, plans)
     placement = _with_hidden(one, placement)

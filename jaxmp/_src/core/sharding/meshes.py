@@ -218,10 +218,7 @@ def _from_in_shardings(request: Request, out_shape: Shape) -> Placement:
     """Returns the SHARDED placement on the request's mesh, else a NamedSharding's, else the ambient mesh. Raises
     ValueError if `in_shardings` are not a pair, and without a mesh."""
     in_shardings, out_sharding, mesh = request.in_shardings, request.out_sharding, request.mesh
-    if not isinstance(in_shardings, tuple | list) or isinstance(in_shardings, P) or len(in_shardings) != 2:
-        raise InvalidValue(
-            f"in_shardings must be a pair, one sharding for {{a}} and one for {{b}}, got {in_shardings!r}"
-        )
+    shardings.check_each(in_shardings, 2, "{a} and one for {b}")
     for sharding in (*in_shardings, out_sharding):
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) and mesh is None else mesh
     for sharding in in_shardings:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -46,6 +47,14 @@ def as_dims(argument: str, spec: PartitionSpec, ndim: int) -> Dims:
     for i, entry in enumerate(spec.partitions):
         dims[i] = (entry,) if isinstance(entry, str) else tuple(entry or ())
     return tuple(dims)
+
+
+def check_each(given: Any, count: int, names: str) -> None:
+    """Raises ValueError unless in_shardings are None, or a sharding for each of `count` arrays. `names`: of these."""
+    is_group = isinstance(given, tuple | list) and not isinstance(given, PartitionSpec)
+    if given is not None and (not is_group or len(given) != count):
+        kind = {2: "pair", 3: "triple"}[count]
+        raise InvalidValue(f"in_shardings must be a {kind}, one sharding for {names}, got {given!r}")
 
 
 def check_dims(argument: str, dims: Dims, shape: Shape, mesh: Mapping[str, int]) -> None:

@@ -89,6 +89,10 @@ class Group(Parts):
         sizes = dict(self.mesh)
         return math.prod(sizes[axis] for axis in axes)
 
+    def contraction(self, ndim: int = 2, **flags: bool) -> Contraction:
+        """Returns the group's product, of an a and a d with `ndim` dimensions. `flags`: which operand is transposed."""
+        return contraction.on_axes(self.pattern, self.row_axes, self.col_axes, ndim, **flags)
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ScaleModes(Parts):
@@ -212,8 +216,7 @@ class MatmulSpec(Parts):
     @functools.cached_property
     def contraction(self) -> Contraction:
         """How the axes of the group shard the stored a, b and d, which have no leading dimensions."""
-        group, flags = self.group, {"transpose_a": self.transpose_a, "transpose_b": self.transpose_b}
-        return contraction.on_axes(group.pattern, group.row_axes, group.col_axes, **flags)
+        return self.group.contraction(transpose_a=self.transpose_a, transpose_b=self.transpose_b)
 
     @functools.cached_property
     def rule(self) -> epilogs.EpilogRule:

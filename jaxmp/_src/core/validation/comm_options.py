@@ -89,7 +89,7 @@ def check_comm_options(spec: MatmulSpec, columns: int, is_settled: bool = True, 
     Always refuses `weights` and `gradients`, which a call that takes them has removed. Does not check the algorithm of
     a known pattern where cuBLASMp may run on GPUs, because the library does. `is_settled`: the pattern is known; if
     not, refuses all that not every pattern takes. `has_mesh`: a mesh is known; if not, messages say so."""
-    comm, pattern = spec.comm, spec.group.pattern
+    comm, pattern = spec.comm, spec.contraction.pattern
     if comm == CommOptions():
         return
     this, remedy = f"this call is {pattern.value}", "drop it"
@@ -130,7 +130,7 @@ def check_comm_options(spec: MatmulSpec, columns: int, is_settled: bool = True, 
 def fit_comm_options(spec: MatmulSpec) -> MatmulSpec:
     """Returns the spec without `comm.dtype` if its pattern sums nothing or the type is smaller than D's, and without
     `comm.algorithm` if its pattern does not have it. Other options stay."""
-    comm, pattern = spec.comm, spec.group.pattern
+    comm, pattern = spec.comm, spec.contraction.pattern
     if comm.dtype and (pattern not in _SUMMING or np.dtype(comm.dtype).itemsize < np.dtype(spec.out_dtype).itemsize):
         comm = dataclasses.replace(comm, dtype=None)
     if comm.algorithm and pattern not in ALGORITHMS[comm.algorithm]:

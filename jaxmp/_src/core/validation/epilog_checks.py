@@ -149,7 +149,7 @@ def check_all_reduce(spec: MatmulSpec) -> MatmulSpec:
     if not product.is_reduced and nranks > 1:
         raise InvalidValue(
             f"epilog ALLREDUCE belongs to the all_reduce pattern, but this call's pattern is "
-            f"{group.pattern.value}; shard the contraction and pass an out_sharding without its axis, call "
+            f"{product.pattern.value}; shard the contraction and pass an out_sharding without its axis, call "
             "matmul_all_reduce inside shard_map, or drop ALLREDUCE"
         )
     return spec.replace(asks_all_reduce=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 from collections.abc import Iterable, Sequence
 
@@ -21,3 +22,11 @@ def as_html(tables: Iterable[Sequence[Sequence[str]]], notes: Iterable[str]) -> 
         rows += ["<tr><td>" + "</td><td>".join(cells) + "</td></tr>" for cells in body]
         found.append(f"<table>{''.join(rows)}</table>")
     return f"{''.join(found)}<p>{'<br>'.join(map(html.escape, notes))}</p>"
+
+
+def short_type(dtype: str) -> str:
+    """Returns the name of a type as JAX prints it in a jaxpr."""
+    return functools.reduce(lambda name, pair: name.replace(*pair), _SHORT, dtype)
+
+
+_SHORT = (("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c"))

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from jaxmp._src.platform.runtime.text import aligned, as_html
+from jaxmp._src.platform.runtime.text import aligned, as_html, short_type
 from jaxmp._src.tools.audit.bits import Difference
 from jaxmp._src.tools.audit.report import Output, Row, Uncompared
 from jaxmp._src.tools.audit.together import Together, Trial
@@ -116,12 +116,11 @@ def _shapes(row: Row) -> str:
     return f"{', '.join(inputs)} -> {output}"
 
 
-_SHORT = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c"))
 _COLUMNS: Mapping[str, Callable[[Row], str]] = {
     "line": lambda row: row.line,
     "operation": lambda row: row.operation,
     "shapes": _shapes,
-    "type": lambda row: functools.reduce(lambda name, pair: name.replace(*pair), _SHORT, row.dtypes[-1]),
+    "type": lambda row: short_type(row.dtypes[-1]),
     "differs in": lambda row: ", ".join(row.variants),
     "times": lambda row: f"{row.count}/{row.runs}",
     "elements": lambda row: f"{row.difference.differing}/{row.difference.elements}",

@@ -79,7 +79,7 @@ def draw(fn: Callable[..., Any]) -> Callable[..., Drawing]:
     def drawn(*args: Any, **kwargs: Any) -> Drawing:
         rows: dict[Any, Row] = {}
         for row in explained(*args, **kwargs).rows:
-            if row.operation.startswith("matmul") or not row.has_matrices:
+            if row.is_call:
                 key = (row.line, row.pattern, row.extents, row.placement, row.dtypes)
                 same = rows.get(key)
                 rows[key] = dataclasses.replace(row, count=row.count + (same.count if same else 0))

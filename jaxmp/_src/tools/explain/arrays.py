@@ -32,16 +32,6 @@ def split_arrays(
     return args, kwargs, fn_of_arrays
 
 
-def returns_arrays(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """Wraps `fn`, a function of arrays, so that it returns a list of the arrays in its result."""
-
-    @functools.wraps(fn, updated=())
-    def arrays_of(*args: Any, **kwargs: Any) -> list[Any]:
-        return [leaf for leaf in jax.tree.leaves(fn(*args, **kwargs)) if is_array(leaf)]
-
-    return arrays_of
-
-
 def is_array(leaf: Any) -> bool:
     """True for an array or the type of an array. False for np.float32, which has attributes of the same names."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)

@@ -18,7 +18,7 @@ from jaxmp._src.core.sharding import partitioner
 from jaxmp._src.platform.hardware.hardware import Hardware
 from jaxmp._src.platform.jax_internals import jax_compiled
 from jaxmp._src.platform.runtime import native
-from jaxmp._src.platform.runtime.text import aligned, as_html
+from jaxmp._src.platform.runtime.text import aligned, as_html, short_type
 from jaxmp._src.tools.explain import hlo
 from jaxmp._src.tools.explain.calls import axes_of, cause_in_call, moving_calls
 from jaxmp._src.tools.explain.causes import cause
@@ -27,7 +27,7 @@ from jaxmp._src.tools.explain.memory import Memory, memory_notes, memory_of, sha
 from jaxmp._src.tools.explain.origins import Origins
 from jaxmp._src.tools.explain.partitioned import Program, groups_of
 from jaxmp._src.tools.explain.row import Row
-from jaxmp._src.tools.explain.table import Explanation, short_type
+from jaxmp._src.tools.explain.table import Explanation
 
 
 @dataclasses.dataclass(frozen=True)

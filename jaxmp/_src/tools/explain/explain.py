@@ -15,7 +15,7 @@ from jaxmp._src.core.validation.public import public
 from jaxmp._src.platform.hardware.hardware import Hardware, hardware_of
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime import native
-from jaxmp._src.tools.explain.arrays import is_array, returns_arrays, split_arrays
+from jaxmp._src.tools.explain.arrays import split_arrays
 from jaxmp._src.tools.explain.compiled import (
     CompiledExplanation,
     Operation,
@@ -194,7 +194,5 @@ class _Explained:
             traced = self._fn.trace(*args, **kwargs)
             if hasattr(traced, "jaxpr"):  # a jit of nnx has other stages
                 return traced
-        if self._compiled and all(map(is_array, jax.tree.leaves((args, kwargs)))):
-            return jax.jit(returns_arrays(self._fn)).trace(*args, **kwargs)
         args, kwargs, fn_of_arrays = split_arrays(self._fn, args, kwargs)
         return jax.jit(fn_of_arrays).trace(*args, **kwargs)

@@ -82,6 +82,11 @@ class Row:
     chunks: int = 1
 
     @property
+    def is_call(self) -> bool:
+        """True for a product of jaxmp; False for a collective, and for a product that `fuse` leaves to JAX."""
+        return bool(self.extents) and self.pattern != "-"
+
+    @property
     def has_matrices(self) -> bool:
         """False for a `ragged_dot`, where an array has a matrix for each group; True for other operations."""
         return self.operation != "ragged_dot"

@@ -218,7 +218,7 @@ def matmul_row(
     return Row(
         operation="matmul" if spec.epilog == epilogs.Epilog.NONE and not spec.has_c else "matmul+epilog",
         count=count,
-        pattern=group.pattern.value,
+        pattern=spec.contraction.pattern.value,
         groups=f"{group.ngroups} x {group.nranks} {group.axes}" if group.nranks > 1 else "1 rank",
         global_shapes=(
             (k, whole_m) if spec.transpose_a else (whole_m, k),

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxmp._src.platform.hardware.call_time import CallTime
 from jaxmp._src.platform.hardware.hardware import Hardware
-from jaxmp._src.platform.runtime.text import aligned, as_html
+from jaxmp._src.platform.runtime.text import aligned, as_html, short_type
 from jaxmp._src.tools.explain.row import Row
 
 
@@ -65,19 +65,19 @@ class Explanation:
 
     @property
     def calls(self) -> int:
-        return sum(row.count for row in self.rows if _is_call(row))
+        return sum(row.count for row in self.rows if row.is_call)
 
     @property
     def collectives(self) -> int:
-        return sum(row.count for row in self.rows if not _is_product(row))
+        return sum(row.count for row in self.rows if not row.extents)
 
     @property
     def bytes_in_calls(self) -> int:
-        return sum(row.count * row.bytes_moved for row in self.rows if _is_call(row))
+        return sum(row.count * row.bytes_moved for row in self.rows if row.is_call)
 
     @property
     def left(self) -> int:
-        return sum(row.count for row in self.rows if _is_product(row) and not _is_call(row))
+        return sum(row.count for row in self.rows if row.extents and not row.is_call)
 
     @property
     def flops(self) -> int:
@@ -153,14 +153,6 @@ class Explanation:
 _NOTHING = "no jaxmp call in this program"
 
 
-def _is_call(row: Row) -> bool:
-    return row.operation.startswith("matmul") or row.operation == "ragged_dot"
-
-
-def _is_product(row: Row) -> bool:
-    return _is_call(row) or bool(row.extents)
-
-
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' if number != 1 else ''}"
 
@@ -189,7 +181,7 @@ def _remarks(row: Row) -> str:
 def _table(rows: tuple[Row, ...]) -> list[list[str]]:
     """Returns the header and the cells, without empty columns, and without the implementation if calls share it."""
     columns = _COLUMNS
-    if len({row.implementation for row in rows if _is_call(row)}) == 1:  # the notes below the table name it
+    if len({row.implementation for row in rows if row.is_call}) == 1:  # the notes below the table name it
         columns = {header: cell for header, cell in _COLUMNS.items() if header != "by"}
     kept = [[header, *cells] for header, cell in columns.items() if any(cells := [cell(row) for row in rows])]
     return [list(cells) for cells in zip(*kept, strict=True)]
@@ -214,8 +206,8 @@ def _whole(row: Row) -> str:
 def _local(row: Row) -> str:
     """Returns m x k x n of the shards of a jaxmp call, or the shape of a collective's operand on a device. "" if it
     equals `_whole`, or for a product that `fuse` left to JAX."""
-    text = "x".join(map(str, row.local_extents if _is_call(row) else row.local_shapes[0]))
-    return "" if (_is_product(row) and not _is_call(row)) or text == _whole(row) else text
+    text = "x".join(map(str, row.local_extents if row.is_call else row.local_shapes[0]))
+    return "" if (row.extents and not row.is_call) or text == _whole(row) else text
 
 
 def _dtypes(row: Row) -> str:
@@ -227,12 +219,6 @@ def _dtypes(row: Row) -> str:
     return ", ".join([text if sums in ("", short[-1]) else f"{text} ({sums})", *rest])
 
 
-def short_type(dtype: str) -> str:
-    """Returns the name of a type as JAX prints it in a jaxpr: "f32" for "float32"."""
-    return functools.reduce(lambda name, pair: name.replace(*pair), _SHORT, dtype)
-
-
-_SHORT = (("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c"))
 _COLUMNS: Mapping[str, Callable[[Row], str]] = {
     "line": lambda row: row.line,
     "operation": _operation,
