@@ -38,10 +38,12 @@ def find_layers(graph: Graph, products: Sequence[Product], options: Options) -> 
 
 
 def _is_layer(product: Product) -> bool:
-    """True if the product is x @ w, w (k, n), perhaps with a bias and an activation, but no factor or collective."""
+    """True if the product is x @ w, w (k, n), perhaps with a bias and an activation, but no factor or collective. The
+    layers of a call have one type, so the result has to have the type of x."""
     is_plain = product.alpha is None and product.collective is None and not product.scales
     is_kept = product.preactivation is None and product.x.gather is None and product.w.gather is None
-    return product.is_matrix and is_plain and is_kept and product.w.contract == (0,) and product.c is None
+    is_layer = product.is_matrix and product.w.contract == (0,) and product.c is None
+    return is_layer and is_plain and is_kept and product.dtype == product.x.dtype
 
 
 def _gated(graph: Graph, hidden: Any, by_result: dict[Any, Product]) -> tuple[Product, Product] | None:
