@@ -122,6 +122,20 @@ def test_what_only_looks_like_a_pattern_keeps_its_value():
         np.testing.assert_allclose(jaxmp.fuse(model)(X, W), model(X, W), rtol=1e-6, atol=1e-6)
 
 
+def test_a_rounding_inside_a_pattern_is_kept(mesh_of):
+    def quantizes(x, w):
+        return lax.all_gather(x, "x", tiled=True).astype(jnp.float8_e4m3fn).astype(x.dtype) @ w
+
+    def has_a_wide_hidden_layer(x, w):
+        narrow = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+        return jax.nn.relu(jnp.matmul(*narrow, preferred_element_type=jnp.float32)) @ w
+
+    specs = {"in_specs": (P("x"), P()), "out_specs": P(), "check_vma": False}
+    for model in (jax.shard_map(quantizes, mesh=mesh_of({"x": 4}, AxisType.Auto), **specs), has_a_wide_hidden_layer):
+        x, w = jnp.sin(jnp.arange(32.0)).reshape(8, 4), jnp.cos(jnp.arange(16.0)).reshape(4, 4)
+        np.testing.assert_allclose(jaxmp.fuse(model)(x, w), model(x, w), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("level", ["batch", "topology"])
 def test_a_factor_of_a_transposed_product_on_automatic_axes(level, mesh_of):
     def scaled(x, w):

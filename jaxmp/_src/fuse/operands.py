@@ -132,8 +132,10 @@ def _of_transpose(operand: Operand, eqn: Any) -> Operand | None:
 
 
 def _of_cast(operand: Operand, eqn: Any) -> Operand | None:
-    """Returns the operand unchanged if `eqn` casts from floating point, else None."""
-    return operand if jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating) else None
+    """Returns the operand before its only cast, from floating point, else None: the call does one of two casts, so it
+    would lose the rounding of the other. The cast may come before or after a gather."""
+    (x,), (y,) = eqn.invars, eqn.outvars
+    return operand if jnp.issubdtype(x.aval.dtype, jnp.floating) and y.aval.dtype == operand.dtype else None
 
 
 # Returns the operand before the equation that makes it, still without its value and equations, or None.
