@@ -13,16 +13,15 @@ between meshes and that only the gradient knows.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
-from jaxmp._src.tools.audit import bits, operations
+from jaxmp._src.tools.audit import bits, operations, pairing
 from jaxmp._src.tools.audit.report import Report
 from jaxmp._src.tools.audit.side import Side, Value
 from jaxmp._src.tools.audit.variation import Relation, Rows, Variation
@@ -91,9 +90,9 @@ class Walk:
             {v: Value(x) for v, x in constants.items()} | dict(zip(program.invars, values, strict=True))
             for (program, constants), values in zip(programs, inputs, strict=True)
         ]
-        equations = [_live_equations(program, line) for program, _ in programs]
+        equations = [pairing.live_equations(program, line) for program, _ in programs]
         body = self.bodies[jax_tracing.open_jaxpr(jaxprs[0])[0]] = Body([], environments, programs[0][0].outvars)
-        for eqn, other in _paired(*equations, is_batch=self.variation.rows is not None):
+        for eqn, other in pairing.paired(*equations, is_batch=self.variation.rows is not None):
             if eqn is not None and other is not None:
                 body.pairs.append((eqn, other))
                 pairs = [
@@ -363,47 +362,3 @@ def _inheriting(value: Value, operands: Sequence[Value]) -> Value:
 
 def _read(environment: dict[Any, Value], atom: Any) -> Value:
     return Value(atom.val) if jax_tracing.is_literal(atom) else environment[atom]
-
-
-# Returns the equations that the results need. Raises NotImplementedError for mutable arrays.
-def _live_equations(jaxpr: Any, line: str) -> list[Any]:
-    """Returns the equations that the results need. Raises NotImplementedError if one has a mutable array."""
-    for eqn in reversed(jaxpr.eqns):
-        if any(jax_tracing.is_mutable(v.aval) for v in (*eqn.invars, *eqn.outvars)):
-            raise NotImplementedError(
-                f"audit: does not follow mutable arrays, found {eqn.primitive.name} of one at"
-                f" {jax_compat.traced_line(eqn) or line}; write fn without jax.new_ref"
-            )
-    return jax_tracing.needed(jaxpr.eqns, jaxpr.outvars)
-
-
-def _paired(equations: Sequence[Any], others: Sequence[Any], *, is_batch: bool) -> Iterator[tuple[Any, Any]]:
-    """Yields the equations of both traces in pairs that look equal (`_likeness`). Both traces can run in the order of
-    the pairs. An equation that only one trace has comes with None."""
-    names, other_names = ([_likeness(eqn, is_batch) for eqn in eqns] for eqns in (equations, others))
-    if names == other_names:
-        yield from zip(equations, others, strict=True)
-        return
-    for kind, i, j, k, m in difflib.SequenceMatcher(None, names, other_names, autojunk=False).get_opcodes():
-        if kind == "equal":
-            yield from zip(equations[i:j], others[k:m], strict=True)
-        else:
-            yield from ((eqn, None) for eqn in equations[i:j])
-            yield from ((None, eqn) for eqn in others[k:m])
-
-
-def _likeness(eqn: Any, is_batch: bool) -> Any:
-    ours = operations.our_equation(eqn)
-    spec = None if ours is None else ours.params["spec"]
-    name = eqn.primitive.name if spec is None else f"jaxmp {getattr(spec, 'epilog', spec.function)}"
-    results = tuple(
-        (_likeness_of_shape(eqn, i, is_batch), str(v.aval.dtype))
-        for i, v in enumerate(eqn.outvars)
-        if not operations.is_packed(eqn, v.aval.dtype)
-    )
-    return name, len(eqn.invars), results, jax_compat.traced_line(eqn)
-
-
-def _likeness_of_shape(eqn: Any, i: int, is_batch: bool) -> Any:
-    shape = eqn.outvars[i].aval.shape
-    return len(shape) if is_batch or operations.is_by_device(eqn, i) else shape
