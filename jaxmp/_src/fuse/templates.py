@@ -177,7 +177,8 @@ def _same_value(one: Any, other: Any) -> bool:
 def _same_jaxpr(one: Any, other: Any) -> bool:
     """True if two jaxprs without constants have equal equations in the same order; names of variables do not count."""
     (a, a_consts), (b, b_consts) = jax_tracing.open_jaxpr(one), jax_tracing.open_jaxpr(other)
-    if a_consts or b_consts or len(a.eqns) != len(b.eqns) or [v.aval for v in a.invars] != [v.aval for v in b.invars]:
+    numbers = [(len(each.eqns), len(each.outvars), [v.aval for v in each.invars]) for each in (a, b)]
+    if a_consts or b_consts or numbers[0] != numbers[1]:
         return False
     known = dict(zip(b.invars, a.invars, strict=True))
     made_by = Graph.of(a).made_by
