@@ -79,6 +79,11 @@ class GroupedSpec(Parts):
         return levels.parse(self.determinism)
 
     @property
+    def indices(self) -> tuple[str, str, str]:
+        """The indices of x, w and the result as stored."""
+        return ("mk", "mn", "gkn") if self.is_contraction else ("mk", "gnk" if self.is_transposed else "gkn", "mn")
+
+    @property
     def nranks(self) -> int:
         """The number of ranks that multiply together."""
         return math.prod(size for axis, size in self.mesh if axis in self.experts)

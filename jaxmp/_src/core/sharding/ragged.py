@@ -279,8 +279,8 @@ def _split(x: str, w: str, d: str, is_w_larger: bool, *, keeps_k: bool) -> str:
 def indices_of(spec: GroupedSpec, shapes: Sequence[Shape]) -> tuple[str, str, str, str]:
     """Returns the indices of grouped's operands and result, which have these shapes. "u" is a batch of one,
     "b" another batch. "e" is the index of the bounds, which no axis splits."""
-    w, d = ("mn", "gkn") if spec.is_contraction else ("gnk" if spec.is_transposed else "gkn", "mn")
-    x, w, e, d = (("u" if shape[0] == 1 else "b") + rest for shape, rest in zip(shapes, ("mk", w, "e", d), strict=True))
+    x, w, d = spec.indices
+    x, w, e, d = (("u" if shape[0] == 1 else "b") + rest for shape, rest in zip(shapes, (x, w, "e", d), strict=True))
     return x, w, e, d
 
 

@@ -46,11 +46,8 @@ def placement(spec: MatmulSpec, outside: tuple[Dim, Dim], known: Iterable[Dim] =
 def grouped_placement(spec: GroupedSpec) -> tuple[tuple[Dim, Dim], ...]:
     """Returns the axes that shard (rows, columns) of x, w and the result; for the array with a matrix per group,
     (groups, columns). () if the call has no axes."""
-    if not spec.splits:
-        return ()
     axes = dict(spec.splits)
-    rows, matrices = (axes["m"], axes["n"]), (axes["g"], axes["n"])
-    return ((axes["m"], axes["k"]), *((rows, matrices) if spec.is_contraction else (matrices, rows)))
+    return tuple((axes[text[0]], axes[text[1] if len(text) == 2 else "n"]) for text in spec.indices) if axes else ()
 
 
 def grouped_extents(spec: GroupedSpec, m: int, k: int, n: int) -> tuple[int, int, int]:
@@ -62,9 +59,8 @@ def grouped_shapes(spec: GroupedSpec, groups: int, m: int, k: int, n: int) -> tu
     """Returns the shapes of x (m, k), w and the result of groups of rows, as stored. If the product contracts over
     the rows, w is (m, n) and the result has a (k, n) per group. Else w has one, maybe transposed, and the result is
     (m, n)."""
-    if spec.is_contraction:
-        return (m, k), (m, n), (groups, k, n)
-    return (m, k), (groups, n, k) if spec.is_transposed else (groups, k, n), (m, n)
+    of = {"g": groups, "m": m, "k": k, "n": n}
+    return tuple(tuple(of[index] for index in text) for text in spec.indices)
 
 
 def sharded_dims(eqn: Any) -> tuple[Dim, ...]:
