@@ -383,7 +383,11 @@ def says_where_each_group_lives():
             def product(a, b):
                 return jaxmp.matmul(a, b, out_sharding=P(None, None))
 
-            found[axis] = jaxmp.explain(product)(a, b).rows[0].implementation
+            explained = jaxmp.explain(product)(a, b)
+            found[axis] = explained.rows[0].implementation
+            met = 1 if found[axis] == "host" else 2
+            assert explained.rows[0].processes == met
+            assert ("before a call of 2 processes each sends 1 message in 1 round" in str(explained)) == (met == 2)
             compare(jax.jit(product)(a, b), np.full((4, 4), 8, np.float32))
     within = "host" if jax.local_device_count() == 2 else "host+xla"
     assert found == {"x": "host+xla", "y": within}, found

@@ -1,5 +1,6 @@
 """`explain` describes the compiled program: each number of its rows equals a count made by hand."""
 
+import dataclasses
 import functools
 
 import cases
@@ -294,3 +295,13 @@ def test_under_fuse_messages_speak_of_the_users_product():
     line = f"test_explain.py:{layer.__code__.co_firstlineno + 1}"
     with pytest.raises(NotImplementedError, match=f"^fuse: dot_general at {line}: {why}"):
         jaxmp.explain(fused)(abstract((4, 8)), abstract((8, 4)))
+
+
+@pytest.mark.parametrize(("processes", "cost"), [(8, "7 messages in 1 round"), (1000, "10 messages in 10 rounds")])
+def test_the_messages_of_the_barrier_are_counted(processes, cost):
+    """As the simulation counts them (docs/clusters.md)."""
+    explanation = jaxmp.explain(jaxmp.matmul, quiet=True)(abstract((8, 16)), abstract((16, 4)))
+    assert "processes" not in str(explanation)
+    (row,) = explanation.rows
+    told = str(dataclasses.replace(explanation, rows=(dataclasses.replace(row, processes=processes),)))
+    assert f"before a call of {processes} processes each sends {cost}" in told

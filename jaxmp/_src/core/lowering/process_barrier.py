@@ -15,7 +15,7 @@ from jax import lax
 from jaxmp._src.core.spec import wire
 from jaxmp._src.core.spec.extents import extents
 from jaxmp._src.core.spec.matmul_spec import MatmulSpec
-from jaxmp._src.platform.jax_internals import jax_lowering, jax_partitioner
+from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering, jax_partitioner
 from jaxmp._src.platform.runtime import native
 from jaxmp._src.platform.runtime.config import config
 from jaxmp._src.platform.runtime.types import ArrayType
@@ -24,6 +24,8 @@ from jaxmp._src.platform.runtime.types import ArrayType
 # instead of the wait for the result, and JAX's fast path turns it into a ValueError. This many more operations make XLA
 # run the program later. They take a microsecond to run, and one elementwise kernel to compile.
 _UNCHEAP = 1024
+# Up to so many processes tell each other directly that they have come to a call: csrc/barrier/circle.h.
+_DIRECT = 8
 # Every mesh axis as (name, size).
 MeshAxes = tuple[tuple[str, int], ...]
 
@@ -69,6 +71,18 @@ def span(axes: MeshAxes, group_axes: tuple[str, ...], mesh: jax.sharding.Mesh | 
         tuple(device.process_index for device in devices),
         tuple(int(group) for group in groups.flat),
     )
+
+
+def cost(nprocesses: int) -> tuple[int, int]:
+    """Returns (messages that each process sends, rounds) of one barrier of a group of so many processes."""
+    rounds = (nprocesses - 1).bit_length()
+    return (nprocesses - 1, 1) if nprocesses <= _DIRECT else (rounds, rounds)
+
+
+def met_processes(axes: MeshAxes, group_axes: tuple[str, ...]) -> int:
+    """Returns how many processes meet at the barrier of a call that is being traced; 1 if there is no barrier."""
+    found = span(axes, group_axes, jax_compat.ambient_mesh()) if native.has_barrier else None
+    return 1 if found is None else found.group_processes
 
 
 def numbered(axes: MeshAxes, names: Sequence[str]) -> np.ndarray:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmp import distributed
-from jaxmp._src.core.lowering import backend
+from jaxmp._src.core.lowering import backend, process_barrier
 from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec, Pattern
 from jaxmp._src.platform.hardware import calibration
 from jaxmp._src.platform.hardware.processor import processor
@@ -29,8 +29,6 @@ _PACKAGES = (
     *("nvidia-nccl-cu12", "nvidia-nccl-cu13", "mpi4py", "flax", "equinox"),
 )
 _TYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "float8_e4m3fn", "int8")
-# Up to so many processes tell each other directly that they have come to a call: csrc/barrier/circle.h.
-_DIRECT = 8
 # The number of CPU devices for measuring links.
 _CALIBRATED = 4
 
@@ -129,13 +127,13 @@ def _devices() -> dict[str, Any]:
 def _job() -> dict[str, Any]:
     """Describes the job of this process, and times a small call of all devices. All processes call this."""
     n = jax.process_count()
-    rounds = (n - 1).bit_length() if n > _DIRECT else 1
+    messages, rounds = process_barrier.cost(n)
     return {
         "processes": n,
         "processes that share memory with this one": len(native.shared_processes),
         "connections of this process": sum(not peer["gone"] for peer in native.extension().peers().values()),
         "rounds of a barrier": rounds,
-        "messages of a process for a call of all": n - 1 if n <= _DIRECT else rounds,
+        "messages of a process for a call of all": messages,
         "time of a small call of all": f"{calibrate.time_of_small_call() * 1e6:.0f} us",
     }
 

@@ -44,6 +44,7 @@ class Row:
       ndevices: number of devices that run it, in all groups together.
       transfers: the transfers that a rank receives if devices do not share memory. `bytes_moved` of "host" counts whole
         operands; a call over links moves only these transfers.
+      processes: number of processes that meet at the call's barrier (docs/faults.md); 1 if there is none.
       chunks: number of chunks of a call between machines, so that its communication overlaps the product.
       mesh: every axis of the mesh as (name, size); the last axis varies fastest from device to device.
       placement: the axes that shard op(a) (m, k), op(b) (k, n) and d (m, n) in the call, each as (axes of its rows,
@@ -79,6 +80,7 @@ class Row:
     mesh: tuple[tuple[str, int], ...] = ()
     placement: tuple[tuple[Dim, Dim], ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    processes: int = 1
     chunks: int = 1
 
     @property

@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 
 from jaxmp._src.core.contraction import moves
 from jaxmp._src.core.contraction.contraction import Dim
-from jaxmp._src.core.lowering import decide, forms, xla_matmul
+from jaxmp._src.core.lowering import decide, forms, process_barrier, xla_matmul
 from jaxmp._src.core.primitive import bias_grad
 from jaxmp._src.core.primitive.collectives import collective_p, reshard_p
 from jaxmp._src.core.primitive.grouped import GROUPED, GroupedSpec
@@ -248,6 +248,7 @@ def matmul_row(
         mesh=group.mesh,
         placement=shards.placement(spec, outside, dims),
         transfers=decision.links,
+        processes=process_barrier.met_processes(group.mesh, group.axes),
         chunks=1 if call is None else forms.chunks_of(call),
     )
 
@@ -283,6 +284,7 @@ def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: 
         mesh=spec.mesh,
         placement=shards.grouped_placement(spec),
         transfers=decision.links,
+        processes=process_barrier.met_processes(spec.mesh, spec.experts),
     )
 
 

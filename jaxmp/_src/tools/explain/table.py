@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxmp._src.core.lowering import process_barrier
 from jaxmp._src.platform.hardware.call_time import CallTime
 from jaxmp._src.platform.hardware.hardware import Hardware
 from jaxmp._src.platform.runtime.text import aligned, as_html, short_type
@@ -24,7 +25,8 @@ class Explanation:
     differ in it; 10^9 floating-point operations of all devices together, and 10^6 bytes that each device reads from
     others, each time. Empty columns are left out; `rows` has everything. Below the table, a line per pattern shows the
     index that each mesh axis splits: "mk,kn->mn  x: n (m n n)" means that the ranks of axis x divide the columns n, and
-    that x shards op(a) along m, op(b) along n and d along n.
+    that x shards op(a) along m, op(b) along n and d along n. In a job of processes another line says how many messages
+    each process sends to the others before a call.
 
     Attributes:
       rows: a row for each call, and for each collective that jaxmp adds to the calls.
@@ -133,7 +135,18 @@ class Explanation:
             for reason, size in workspaces.items()
         )
         splits = dict.fromkeys(f"{_pattern(row)}: {row.contraction}" for row in self.rows if ":" in row.contraction)
-        return [*self._prediction(), *splits, *reasons, *(f"cuBLASMp logged: {line}" for line in self.logged)]
+        barriers = [
+            f"before a call of {n} processes each sends {_count(messages, 'message')} in {_count(rounds, 'round')}"
+            for n in sorted({row.processes for row in self.rows} - {1})
+            for messages, rounds in [process_barrier.cost(n)]
+        ]
+        return [
+            *self._prediction(),
+            *splits,
+            *reasons,
+            *barriers,
+            *(f"cuBLASMp logged: {line}" for line in self.logged),
+        ]
 
     def _prediction(self) -> list[str]:
         """Returns one line about the times: the machine, the total, exposed communication, utilisation, and rows
