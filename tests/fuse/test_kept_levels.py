@@ -257,6 +257,11 @@ def test_an_error_of_a_users_rule_is_raised_alone():
         jaxmp.fuse(lambda x, w: x @ w, determinism="batch")(X * jnp.inf, W)
 
 
+def test_an_eager_level_makes_no_nan_of_its_own():
+    with jax.debug_nans(True):
+        jaxmp.fuse(lambda x, w: jnp.exp(x @ w) / 3, determinism="batch")(X, W)
+
+
 def test_heads_stay_sharded_on_automatic_axes(mesh_of):
     mesh = mesh_of({"x": 4}, AxisType.Auto)
     x, *weights = (jax.device_put(X, NamedSharding(mesh, spec)) for spec in (P(), *[P(None, "x")] * 2))

@@ -13,6 +13,7 @@ depend on the mesh, because XLA moves data between operations. So, under a level
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -93,6 +94,7 @@ def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequen
     return [fence(x) for x in jax_tracing.evaluate(eqn, operands)]
 
 
+@functools.partial(jax.jit, inline=True)  # an eager NaN would be an error under `jax.debug_nans`
 def fence(x: jax.Array) -> jax.Array:
     """Returns `x`, rounded to its type, through a choice between `x` and NaN that neither XLA nor LLVM looks through.
     Complex numbers and integers are returned as they are."""
