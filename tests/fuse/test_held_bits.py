@@ -194,6 +194,32 @@ def test_functions_do_not_know_the_extent_of_a_row():
         assert_bitwise_equal(whole[:, :4], part)
 
 
+def of_complex_numbers(x, y):
+    scanned = jax.lax.associative_scan(lambda a, b: (b[0] * a[0], b[0] * a[1] + b[1]), (x, y))[1]
+    return (jnp.exp(x * y) - 1) / x + scanned * jnp.abs(y) + x**-3
+
+
+def test_complex_numbers_do_not_know_the_mesh(mesh_of):
+    """XLA rounds a product of complex numbers in two ways: in vector loops and in scalar loops."""
+    x, y = (rng.normal(size=(2, 8)) + 1j * rng.normal(size=(2, 8))).astype(np.complex64)
+    of_grad = jax.grad(lambda *args: jnp.sum(of_complex_numbers(*args).real), (0, 1))
+    fused = jax.jit(jaxmp.fuse(lambda *args: (of_complex_numbers(*args), of_grad(*args)), determinism="topology"))
+    sharding = NamedSharding(mesh_of({"x": 8}, AxisType.Auto), P("x"))
+    want = fused(x, y)
+    jax.tree.map(assert_bitwise_equal, fused(*jax.device_put((x, y), sharding)), want)
+    jax.tree.map(lambda *both: np.testing.assert_allclose(*both, rtol=1e-4), want[0], of_complex_numbers(x, y))
+
+
+def test_complex_numbers_keep_infinities_and_nan():
+    x = np.array([1, 0, 1j, np.inf, complex(np.inf, np.nan), 1e38 + 1e38j, 89, -np.inf, 1e-40], np.complex64)
+
+    def functions(x):
+        return [x / 0, 1j / x, x / x[::-1], jnp.exp(x), jnp.abs(x)]
+
+    for got, want in zip(jax.jit(jaxmp.fuse(functions, determinism="topology"))(x), jax.jit(functions)(x), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
 def test_sums_that_stay_with_xla_are_named(mesh_of):
     mesh = mesh_of({"x": 4}, AxisType.Auto)
     f = jax.shard_map(lambda x: jax.lax.psum(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())

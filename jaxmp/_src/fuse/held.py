@@ -7,6 +7,7 @@ depend on the mesh, because XLA moves data between operations. So, under a level
 - a sum is a product with ones, a call of jaxmp's;
 - the result of each operation that XLA may merge passes through `fence`, and so does a divisor;
 - an operation that XLA approximates is alone between barriers;
+- products, quotients, powers, `exp` and `abs` of complex numbers are operations on their real and imaginary parts;
 - under a global order, a scatter that adds or multiplies, a product of elements and a cumulative sum or product get
   whole operands on every device.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,8 +49,8 @@ FENCED = frozenset(
 # XLA:CPU approximates these in one way in vector loops and in another in scalar loops. The extents of a fusion decide
 # which, but a kernel of one operation has vector loops.
 ALONE = frozenset(("exp", "log", "log1p", "logistic", "rsqrt", "tanh"))
-HELD = FENCED | WHOLE | {SUM}
-# What XLA sums over devices in an order that depends on the mesh, and what to write instead.
+HELD = FENCED | WHOLE | {SUM, "abs"}
+# What XLA computes with bits that depend on the mesh, and what to write instead.
 PARTED = {
     **dict.fromkeys(("psum", "psum_invariant", "reduce_scatter"), "let a product take it in, or sum outside shard_map"),
     "conv_general_dilated": "shard no dimension along which it or its gradient sums",
@@ -58,9 +59,9 @@ PARTED = {
 
 def is_held(eqn: Any) -> bool:
     """True if `evaluate` evaluates an equation at a level: its primitive is in HELD, and its result is inexact, of 16
-    bits or more. False for a sum of at most one term, and for a scatter of one update or of updates marked as
-    unique."""
-    if eqn.primitive.name not in HELD:
+    bits or more. False for `abs` of real numbers, for a sum of at most one term, and for a scatter of one update or of
+    updates marked as unique."""
+    if eqn.primitive.name not in HELD or (eqn.primitive.name == "abs" and not _is_complex(eqn)):
         return False
     aval = eqn.outvars[0].aval
     if not jnp.issubdtype(aval.dtype, jnp.inexact) or aval.dtype.itemsize < 2:
@@ -70,9 +71,13 @@ def is_held(eqn: Any) -> bool:
     return eqn.primitive.name not in SCATTERS or _may_collide(eqn)
 
 
-def parts(eqn: Any) -> bool:
-    """True if XLA may sum inexact results of an equation over devices in an order that depends on the mesh (PARTED)."""
-    return eqn.primitive.name in PARTED and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
+def remedy(eqn: Any) -> str:
+    """Returns what to write instead of an equation with inexact results that depend on the mesh; "" for others."""
+    name = eqn.primitive.name
+    if name in FENCED and _is_complex(eqn) and name not in _OF_PARTS:
+        return "compute it from real and imaginary parts"
+    is_inexact = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
+    return PARTED.get(name, "") if is_inexact else ""
 
 
 def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequence[Any]:
@@ -84,8 +89,10 @@ def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequen
     if name in WHOLE:
         d = _whole(eqn, operands) if options.level.global_order else _plain(eqn, *operands)
         return [fence(d)]  # XLA would scatter into what is added to it
+    if name in _OF_PARTS and _is_complex(eqn):
+        return [_OF_PARTS[name](*map(jnp.asarray, operands), **eqn.params)]
     if name in ALONE:
-        return [fence(_alone(eqn, operands[0]))]
+        return [fence(_alone(name, operands[0], functools.partial(_plain, eqn)))]
     if name == "div" and not jax_tracing.is_literal(eqn.invars[1]):
         x, y = operands
         if jnp.size(y) < jnp.size(x):  # XLA may divide once for each element of y, and multiply
@@ -97,7 +104,9 @@ def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequen
 @functools.partial(jax.jit, inline=True)  # an eager NaN would be an error under `jax.debug_nans`
 def fence(x: jax.Array) -> jax.Array:
     """Returns `x`, rounded to its type, through a choice between `x` and NaN that neither XLA nor LLVM looks through.
-    Complex numbers and integers are returned as they are."""
+    Integers are returned as they are."""
+    if jnp.iscomplexobj(x):
+        return lax.complex(fence(lax.real(x)), fence(lax.imag(x)))
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     if x.dtype.itemsize == 2:
@@ -106,14 +115,15 @@ def fence(x: jax.Array) -> jax.Array:
     return lax.select(lax.ne(x, x), lax.full_like(x, jnp.nan), x)
 
 
-def _alone(eqn: Any, x: jax.Array) -> jax.Array:
+def _alone(name: str, x: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Returns the result of an operation in ALONE, computed in a kernel of its own, for 16-bit types in float32, as XLA
     does. logistic is 1 / (1 + exp(-x)), with only the exp in such a kernel."""
-    is_logistic = eqn.primitive.name == "logistic"
+    is_logistic = name == "logistic"
     wide = x.astype(np.float32) if x.dtype.itemsize == 2 else x
     d = lax.optimization_barrier(-wide if is_logistic else wide)
-    d = lax.optimization_barrier(lax.exp(d) if is_logistic else _plain(eqn, d)).astype(x.dtype)
-    return 1 / fence(1 + fence(d)) if is_logistic else d
+    d = lax.optimization_barrier(lax.exp(d) if is_logistic else function(d)).astype(x.dtype)
+    result: jax.Array = 1 / fence(1 + fence(d)) if is_logistic else d
+    return result
 
 
 def _sum(eqn: Any, x: jax.Array, options: emit.Options) -> jax.Array:
@@ -183,3 +193,64 @@ def _resharded(x: jax.Array, spec: P) -> jax.Array:
 def _plain(eqn: Any, *operands: Any) -> jax.Array:
     result: jax.Array = jax_tracing.evaluate(eqn, operands)[0]
     return result
+
+
+# Complex numbers -------------------------------------------------------------------------------------------------
+
+
+def _is_complex(eqn: Any) -> bool:
+    return any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in eqn.invars)
+
+
+def _parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return lax.real(x), lax.imag(x)
+
+
+def _times(x: jax.Array, y: jax.Array, **_: Any) -> jax.Array:
+    (a, b), (c, d) = _parts(x), _parts(y)
+    return lax.complex(fence(a * c) - fence(b * d), fence(a * d) + fence(b * c))
+
+
+def _over(x: jax.Array, y: jax.Array, **_: Any) -> jax.Array:
+    """Returns x / y by Smith's method: both are multiplied by -i where that gives y the larger real part."""
+    is_real = jnp.abs(y.real) >= jnp.abs(y.imag)
+    (a, b), (c, d) = (_parts(jnp.where(is_real, z, lax.complex(z.imag, -z.real))) for z in (x, y))
+    ratio = fence(d / c)
+    scale = fence(c + fence(d * ratio))
+    quotient = lax.complex(fence((a + fence(b * ratio)) / scale), fence((b - fence(a * ratio)) / scale))
+    return _if_finite(quotient, x / y)
+
+
+def _power(x: jax.Array, *, y: int = 2) -> jax.Array:
+    """Returns x to the power of an integer, by squares."""
+    if y < 0:
+        return _over(jnp.ones_like(x), _power(x, y=-y))
+    if y < 2:
+        return x if y else jnp.ones_like(x)
+    half = _power(x, y=y // 2)
+    return _times(_times(half, half), x) if y % 2 else _times(half, half)
+
+
+def _exponential(x: jax.Array, **_: Any) -> jax.Array:
+    size, angle = fence(_alone("exp", lax.real(x), lax.exp)), lax.imag(x)
+    return _if_finite(lax.complex(*(fence(size * fence(f(angle))) for f in (lax.cos, lax.sin))), lax.exp(x))
+
+
+def _size(x: jax.Array) -> jax.Array:
+    a, b = map(jnp.abs, _parts(x))
+    large, ratio = lax.max(a, b), fence(lax.min(a, b) / lax.max(a, b))
+    return _if_finite(fence(large * fence(lax.sqrt(1 + fence(ratio * ratio)))), lax.abs(x))
+
+
+def _if_finite(x: jax.Array, other: jax.Array) -> jax.Array:
+    """Returns `x` where it is finite, and elsewhere `other`, which has JAX's infinities and NaN."""
+    return jnp.where(jnp.isfinite(x), x, other)
+
+
+_OF_PARTS: Mapping[str, Callable[..., jax.Array]] = {
+    "mul": _times,
+    "div": _over,
+    "exp": _exponential,
+    "abs": _size,
+    **dict.fromkeys(("square", "integer_pow"), _power),
+}

@@ -102,7 +102,7 @@ class Rewriter:
             return False
         if gathers.is_narrow(eqn):
             return False
-        return not (self.options.level.fixed_order and (held.is_held(eqn) or held.parts(eqn)))
+        return not (self.options.level.fixed_order and (held.is_held(eqn) or held.remedy(eqn)))
 
     def _group(self, graph: Graph, group: Group, values: dict[Any, Any]) -> None:
         """Evaluates a group by its call, and adds the results to `values`. If the call is refused, fails or gives other
@@ -213,10 +213,10 @@ class Rewriter:
             why = why or ("blocks" if name in PRODUCTS else "rule")
             with jax_tracing.traced_as(eqn), jax.named_scope(SCOPE + why):
                 return jax_tracing.evaluate(eqn, operands)
+        if self.options.level.global_order and (remedy := held.remedy(eqn)):
+            self._parted[f"{name.removesuffix('_invariant')} at {self._line(eqn)} ({remedy})"] = None
         if self.options.level.fixed_order and held.is_held(eqn):
             return self._held(eqn, operands)
-        if self.options.level.global_order and held.parts(eqn):
-            self._parted[f"{name.removesuffix('_invariant')} at {self._line(eqn)} ({held.PARTED[name]})"] = None
         with jax_tracing.traced_as(eqn):
             if gathers.is_narrow(eqn):
                 return [gathers.as_bytes(eqn, *operands)]
