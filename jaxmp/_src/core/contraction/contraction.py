@@ -2,9 +2,9 @@
 
     d[D] = sum a[A] * b[B]        indices as in `jnp.einsum`, in the order of storage: "mk,kn->mn"
 
-A mesh axis shards an array along one index, or not at all ("-"). `Role(a, b, d)` holds the index for each array, and
-`split` is the index that the ranks divide when they multiply. The communication follows from it: an operand with the
-split index is used as it is, any other operand is needed whole, and a contracted split leaves partial sums.
+A mesh axis shards an array along one index, or not at all ("-" here, "" in `Role`). `Role` holds the index for each
+array, and `split` is the index that the ranks divide when they multiply. The communication follows from it: an operand
+with the split index is used as it is, any other operand is needed whole, and a contracted split leaves partial sums.
 
     name             split   a  b  d
     rows             m       m  -  m      nothing moves
@@ -185,8 +185,9 @@ class Contraction:
 
     @functools.cached_property
     def is_block_grid(self) -> bool:
-        """True if the arrays are stored in the blocks of one grid: each has two dimensions, not counting batches. The
-        first one as stored is sharded over the same axes in all three arrays, and so is the second one."""
+        """True if the arrays are stored in the blocks of one grid: each has two dimensions, not counting batches, and
+        both are sharded. The first one as stored is sharded over the same axes in all three arrays, and so is the
+        second one."""
         a, b, d = (
             tuple(dim for index, dim in zip(*each, strict=True) if index not in self.batch)
             for each in zip(self.indices, self.layout, strict=True)
@@ -195,9 +196,9 @@ class Contraction:
 
     @functools.cached_property
     def _group(self) -> tuple[Pattern, Dim, Dim]:
-        """Returns (pattern, axes of the group, ()). For a grid it is (GRID, the axes that number its rows, the axes
-        that number its columns). They shard d's first and second dimension, batches aside, if the arrays are stored in
-        blocks; otherwise they shard b and a along k."""
+        """Returns (pattern, axes of the group, ()), or (LOCAL, (), ()) if nothing moves. For a grid it is (GRID, the
+        axes that number its rows, the axes that number its columns). These axes shard d's first and second dimension,
+        batches aside, if the arrays are stored in blocks; otherwise they shard b and a along k."""
         if self.is_block_grid or self.is_grid_stored:
             rows, cols = (dim for index, dim in zip(self.d, self.layout.d, strict=True) if index not in self.batch)
             return Pattern.GRID, rows, cols
@@ -349,8 +350,8 @@ def on_axes(
 ) -> Contraction:
     """Returns a product of matrices (as `of_matrices`) in this pattern, with `is_partial`, because other axes are not
     known. Over `row_axes`, ALL_GATHER gathers a's rows m, REDUCE_SCATTER scatters sums over d's rows m, and ALL_REDUCE
-    reduces sums. In a GRID, each matrix as stored has rows over `row_axes` and columns over `col_axes`. Others shard
-    nothing."""
+    reduces sums. In a GRID, each matrix as stored has rows over `row_axes` and columns over `col_axes`. Other
+    patterns shard nothing."""
     whole: Dim = ()
     a, b, d = {
         Pattern.ALL_GATHER: ((row_axes, whole), (whole, row_axes), (whole, row_axes)),

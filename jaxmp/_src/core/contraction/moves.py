@@ -109,7 +109,8 @@ def permuted(have: Dims, want: Dims, mesh: Mapping[str, int]) -> Dim:
 # The next four return the sharding after one such step towards `want`, or None if none is possible. They take the first
 # dimension that allows one. An all-gather keeps axes that `want` has anywhere, unless `is_wanted`.
 def _slice(now: Dims, want: Dims) -> Dims | None:
-    """Slices the first dimension that lacks only axes of `want` that shard nothing now."""
+    """Returns `now` after the first slice that is possible, or None. A slice adds axes to a dimension that `want`
+    extends: the next axes in `want`, up to the first axis that is in use now."""
     used = set(sum(now, ()))
     for i, (dim, wanted) in enumerate(zip(now, want, strict=True)):
         fresh = tuple(itertools.takewhile(lambda axis: axis not in used, wanted[len(dim) :]))

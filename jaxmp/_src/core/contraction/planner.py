@@ -70,9 +70,9 @@ def plan(
     given: Contraction, terms: Callable[[], Terms], *, gathers_k: bool, shares_columns: bool = True
 ) -> Contraction:
     """Returns the call for operands and a result that are sharded as in `given`: usually `as_given`. It is the
-    `cheapest` if there is no such call, if that call gathers one operand along k, or if it is transposed without
-    `shares_columns`. `terms` is called for the cheapest only; `gathers_k` and `shares_columns` (see `Terms`) replace
-    its values. `gathers_k` has an effect only for operands that are stored in order. Raises as `cheapest` does."""
+    `cheapest` if there is no such call, if that call gathers one operand along k, or if it gathers or scatters
+    columns without `shares_columns`. `terms` is called for the cheapest only; `gathers_k` and `shares_columns` (see
+    `Terms`) replace its values. `gathers_k` is ignored unless `given.is_stored_in_order`. Raises as `cheapest` does."""
     gathers_k = gathers_k and given.is_stored_in_order
     found = as_given(given, gathers_k=gathers_k)
     # A gather along k may cost more than moving operands.

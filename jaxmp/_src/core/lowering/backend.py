@@ -80,10 +80,10 @@ def choose_for_batch(
     `choose_implementation` does.
 
     One by one: products between CPU devices that share no call, next to collectives of the whole batch; products from
-    LARGE_IN_BATCH on that hostmp multiplies between ranks or with scaled fp8 or fp4; and operands of 8 bits or fewer on
-    GPUs, which XLA widens. hostmp multiplies the batch as one product, after XLA has gathered it if there are several
-    ranks ("host+xla"), if it would multiply one, `work` is a number, and the operands are narrower than their sums and
-    not scaled fp8 or fp4. XLA multiplies all other batches as one product.
+    LARGE_IN_BATCH on that hostmp multiplies between ranks or with scaled fp8 or fp4; and products by cuBLASMp of two
+    operands of 8 bits or fewer, which XLA widens. hostmp multiplies the batch as one product, after XLA has gathered it
+    if there are several ranks ("host+xla"), if it would multiply one, `work` is a number, and the operands are narrower
+    than their sums and not scaled fp8 or fp4. XLA multiplies all other batches as one product.
     """
     choice = choose_implementation(spec, platform, unshared_reason, operands)
     wide = low_precision.operand_type(*operands)
@@ -106,7 +106,7 @@ def choose_for_batch(
 
 
 def _choose(spec: MatmulSpec, platform: str, unshared_reason: str, operands: tuple[np.dtype, ...]) -> Choice:
-    """Chooses for operands of one type. Leaves the refusal of a fixed order to `choose_implementation`."""
+    """Chooses for operands of one type. Raises as `choose_implementation` does, but does not refuse a fixed order."""
     if spec.implementation == "xla":
         return Choice("xla", "asked for")
     name = np.dtype(operands[0]).name if operands else ""

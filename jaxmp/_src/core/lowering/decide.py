@@ -89,7 +89,8 @@ class Decision:
     call: forms.ResolvedCall | None = None
 
     def facts(self) -> tuple[str, int]:
-        """Returns (the algorithm in words, the workspace bytes per rank). The bytes are 0 without a plan by hostmp."""
+        """Returns (the algorithm in words, or the name of a user's function; the workspace bytes per rank). The bytes
+        are 0 without a plan by hostmp."""
         if self.call is not None:
             return self.call.facts()
         if self.form == "groups":
@@ -118,8 +119,9 @@ def product(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
 
 
 def _batch(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
-    """Decides a batch: one product for all of it ("groups" by hostmp, or "xla") if `may_batch` and the backend allow
-    it. Otherwise "together" if ranks of CPU devices communicate outside of the library's call, or "each"."""
+    """Decides a batch: one product for all of it ("groups" by hostmp, or "xla") if `batching.may_batch` and
+    `backend.choose_for_batch` allow it. Otherwise "together" if ranks of CPU devices communicate outside of the
+    library's call, or "each"."""
     is_known = all(isinstance(extent, int) for extent in a.shape[: spec.batch])
     (a, b), spec = of_one_index(spec, a, b), spec.replace(batch=0)
     work = operations(spec, a.shape, b.shape)
@@ -146,8 +148,9 @@ def _resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: backend.Choic
     """Returns the call for shards like `a` and `b` by the chosen implementation, in the form that its library takes.
     XLA computes it if extents are symbolic, or if cuBLASMp was chosen and an extent is 0 (unless the order is fixed).
     `Gathered` computes it if ranks that share no call keep an order, or if cuBLASMp would gather a narrow operand next
-    to a wide one. Such a narrow operand is converted, unless hostmp multiplies in float32. Raises NotImplementedError
-    if a form cannot keep what the caller asks for, and if a library is asked for symbolic extents."""
+    to a wide one (unless the spec has communication options or a bias gradient). A narrow operand next to a wide one is
+    converted, unless hostmp multiplies in float32. Raises NotImplementedError if a form cannot keep what the caller
+    asks for, and if a library is asked for symbolic extents."""
     implementation, types = choice.implementation, (a.dtype, b.dtype)
     if low_precision.is_mixed(*types):  # hostmp decodes the narrow operand; for other implementations it is converted
         wide = low_precision.operand_type(*types)
@@ -185,8 +188,9 @@ def _resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: backend.Choic
 
 
 def activation_grad(spec: MatmulSpec, t: ArrayType, platform: str) -> forms.ResolvedCall:
-    """Returns the call that multiplies `t` by gelu's derivative. It is a product with k = 0 and alpha = -0, with `t` as
-    C: -0 * 0 is -0, and -0 + t is t, even for t = -0."""
+    """Returns the call that multiplies `t` (m, n) by gelu's derivative, by cuBLASMp if it is chosen, else by hostmp.
+    The call is a product of a (m, 0) and b (0, n) with `t` as C, and takes gelu_aux too. alpha is -0: -0 * 0 is -0, and
+    -0 + t is t, even for t = -0. Raises as `product` does."""
     choice = backend.choose_implementation(spec, platform, "", (t.dtype, t.dtype))
     library = choice.implementation if choice.implementation == "cublasmp" else "host"
     spec = spec.replace(implementation=choice.implementation, epilog=Epilog.DGELU, alpha=-0.0, beta=1.0, has_c=True)

@@ -13,7 +13,8 @@ from jaxmp._src.core.spec.matmul_spec import MatmulSpec
 
 
 def of_operands(spec: MatmulSpec) -> str:
-    """Returns why XLA computes a product of several ranks: a stored (k, m) on a grid, or VEC128 scales in sums."""
+    """Returns why XLA computes a product of several ranks: a stored (k, m) on a grid, or VEC128 scales of both
+    operands where ranks sum."""
     if spec.group.nranks == 1:
         return ""
     if spec.transpose_a and (spec.contraction.is_grid or spec.distributions):

@@ -121,7 +121,7 @@ def with_k(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, k: int) -> tuple[Sh
 
 
 def padded_along_k(operands: Operands, spec: MatmulSpec) -> Operands:
-    """Appends zeros to a and b along the contraction, so that it has PADDED_K terms."""
+    """Returns the operands, with zeros appended to a and b along k, from at most PADDED_K terms to PADDED_K."""
     wanted = dict(zip("ab", with_k(spec, operands["a"].shape, operands["b"].shape, PADDED_K), strict=True))
     widths = {
         name: [(0, want - have) for have, want in zip(operands[name].shape, shape, strict=True)]
@@ -132,7 +132,8 @@ def padded_along_k(operands: Operands, spec: MatmulSpec) -> Operands:
 
 def _tile_spec(spec: MatmulSpec, is_scaled: bool) -> MatmulSpec:
     """Returns the spec of every call: on one device, a is stored (m, k), b (k, n), neither is conjugated, at the level
-    "run_to_run". If `is_scaled`, b is stored (n, k). For BGRADA a is stored (k, m) and stays conjugated."""
+    "run_to_run"; the other fields stay. If `is_scaled`, b is stored (n, k). For BGRADA a is stored (k, m), and
+    conjugated if `spec` says so."""
     is_summed = spec.epilog == Epilog.BGRADA
     return spec.local().replace(
         **levels.ANY_ORDER.option,

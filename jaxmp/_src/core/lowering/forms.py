@@ -75,7 +75,8 @@ class ResolvedCall:
 
     def emit(self, operands: Operands, **where: Any) -> Operands:
         """Returns the results by name, after conjugating a and b as `is_conjugated` says. `where`: `devices` for
-        `ffi_call.call_attributes`; `platform` and `processes` for `xla_matmul.matmul`."""
+        `ffi_call.call_attributes`; `platform` and `processes` for `xla_matmul.matmul`. `Gathered` needs `platform` and
+        passes nothing to its inner call."""
         conjugated = [name for name, is_conjugated in zip("ab", self.is_conjugated, strict=True) if is_conjugated]
         return self.results(operands | {name: lax.conj(operands[name]) for name in conjugated}, **where)
 
@@ -84,8 +85,9 @@ class ResolvedCall:
         raise NotImplementedError
 
     def facts(self) -> tuple[str, int]:
-        """Returns (algorithm, workspace bytes per rank) of the plan of the call. This is an expectation for cuBLASMp,
-        because it chooses its algorithm and workspace when it runs."""
+        """Returns (algorithm in words, workspace bytes per rank). The bytes are 0 unless hostmp has a plan. For
+        cuBLASMp the algorithm is an expectation: cuBLASMp chooses at run time. `Direct` raises ValueError if the
+        library refuses the call."""
         return f"{self.name} ({self.form_why})", 0
 
 
@@ -317,10 +319,11 @@ def choose(product: RequestedCall, capabilities: Capabilities) -> tuple[type[Res
 def in_library(
     product: RequestedCall, choice: Choice, library: str, capabilities: Capabilities | None = None
 ) -> ResolvedCall:
-    """Returns the call in the first of FORMS that the library takes. Conjugates a and b before the call where the
-    library does not. The form is `Xla` for a bias gradient of a d without elements, for `faults.of_operands`, and for
-    hostmp if an extent is 2^31 or more. Such an extent raises NotImplementedError if the caller asks for a library or a
-    fixed order. `capabilities`: by default the library's."""
+    """Returns the call in the first of FORMS that the library ("host" or "cublasmp") takes. Conjugates a and b before
+    the call where the library does not. The form is `Xla` for a bias gradient of a d without elements, for
+    `faults.of_operands`, and for hostmp if an extent is 2^31 or more. Such an extent raises NotImplementedError if the
+    caller asks for a library or a fixed order. Raises also as the form's `asked`. `capabilities`: by default the
+    library's."""
     asked = product.spec
     found = extents(asked, product.a.shape, product.b.shape)
     if library == "host" and max(found.m, found.n, found.k) >= 2**31:
@@ -364,7 +367,8 @@ def in_form(
     is_conjugated: tuple[bool, bool] = (False, False),
     capabilities: Capabilities | None = None,
 ) -> ResolvedCall:
-    """Builds the call in this form, taken because of `why`, with its inner call (by `in_library`)."""
+    """Returns the call in this form, taken because of `why`, with its inner call. Raises as `form.asked` and, for the
+    inner call, as `in_library`. `capabilities`: of the inner call."""
     asked = form.asked(product)
     inner: Any = in_library(asked, choice, library, capabilities) if asked else None
     return form(*product, choice.implementation, choice.why, library, why, is_conjugated, inner)

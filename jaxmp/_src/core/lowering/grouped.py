@@ -69,7 +69,8 @@ def _exchanged(
     """Returns the product of groups of rows in several processes. Each rank collects the rows of its groups, sorted by
     group and then by rank, so that sums have the bits of one process, and passes them to `product`. A contraction
     returns the rank's own groups. A product of rows returns the rank's own rows, in their order; rows of no group are
-    0. `operands`: x, w and bounds; they and the result have no batch dimension."""
+    0. `operands`: x, w and bounds; they and the result have no batch dimension. The operands and the result of
+    `product` have one, of extent 1."""
     x, w, bounds = operands
     ranks, m, axes = spec.nranks, x.shape[0], spec.experts
     bounds = memory.all_gather(jnp.clip(bounds, 0, m)[None], axes, 0)  # (ranks, groups + 1)
@@ -97,7 +98,8 @@ def _exchanged(
 
 
 def _custom_call(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpec) -> jax.Array:
-    """Calls hostmp; ranks of one process that multiply together share the call."""
+    """Returns the product by hostmp: (batch, m, n), or (batch, groups of this rank, k, n) for a contraction. Ranks of
+    one process that multiply together share the call."""
     native.register()
     n = w.shape[2] if spec.is_transposed else w.shape[-1]
     groups = (bounds.shape[1] - 1) // spec.nranks
@@ -132,8 +134,9 @@ _CONTRACTION = lax.RaggedDotDimensionNumbers(
 
 
 def _of_xla(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpec) -> jax.Array:
-    """Multiplies by `lax.ragged_dot_general` or the user's function, one index of the batch after another. Rotates rows
-    so that group 0 begins at row 0, and rows of a result back."""
+    """Returns the product by `lax.ragged_dot_general` or the user's function, in `spec.out_dtype`: (batch, m, n), or
+    (batch, groups, k, n) for a contraction. The function gets one index of the batch at a time, and rows rotated so
+    that group 0 begins at row 0."""
     x, w = low_precision.widened(x, w)
     given = spec.implementation
     multiply = given if callable(given) else lax.ragged_dot_general

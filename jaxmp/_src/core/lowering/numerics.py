@@ -19,7 +19,8 @@ from jaxmp._src.platform.runtime.types import Operands
 def decoded(
     a: jax.Array, b: jax.Array, operands: Operands, spec: MatmulSpec, acc: np.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """Converts fp8, fp4 (times their scales) and int8 operands to the type `acc`; returns others unchanged."""
+    """Returns fp8, fp4 (times their scales) and int8 operands (scales not applied) in the type `acc`, others unchanged.
+    Only the type of a decides, so b must be of the same kind. `operands`: has the scales."""
     if not low_precision.is_low_precision(a.dtype):
         return a, b
     if not low_precision.is_scaled(a.dtype):
@@ -50,8 +51,9 @@ def dot_general(
     numbers: Any = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """Multiplies op(a), with rows as its leading dimensions, and op(b), or as the dimension numbers `numbers` say. Sums
-    in type `acc` at the highest precision, or in 16 bits if the compute type `compute` does."""
+    """Returns op(a) @ op(b) in type `acc`, summed at the highest precision, or in 16 bits if the compute type `compute`
+    does. a is (..., rows, k), or (..., k, rows) if transposed. `numbers`: dimension numbers that replace the
+    transpositions, but not the conjugations."""
     a = lax.conj(a) if spec.conjugate_a else a
     b = lax.conj(b) if spec.conjugate_b else b
     narrow = _SUMS_IN_16_BITS.get(compute)
@@ -63,9 +65,10 @@ def dot_general(
 
 def apply_epilog(z: jax.Array, operands: Operands, spec: MatmulSpec) -> Operands:
     """Returns the results by name from the accumulated product: scale, add C and bias, apply the activation or multiply
-    by its derivative, round once, sum the bias gradient (also over ranks). `operands`: the operands of the call by
-    name. a and b are this device's shards, and some epilogs sum them. An "alpha" or "beta" among the operands is an
-    array that replaces the spec's value."""
+    by its derivative, round once, sum the bias gradient (also over ranks). C is not read if the spec's beta is 0.
+    `operands`: the operands of the call by name. a and b are this device's shards, and some epilogs sum them. An
+    "alpha" or "beta" among the operands is an array that replaces the spec's value; C is read then even if that beta
+    is 0."""
     if scales_sums(z.dtype, spec):
         z = _scaled(z.astype(np.float32), operands)
     acc, row, alpha, beta = z.dtype, spec.rule, operands.get("alpha"), operands.get("beta")
@@ -107,9 +110,9 @@ def _scaled(z: jax.Array, operands: Operands) -> jax.Array:
 
 
 def _encoded(name: str, x: jax.Array, dtype: np.dtype, operands: Operands, spec: MatmulSpec) -> Operands:
-    """Returns x, which is d or gelu_aux by `name`, rounded to `dtype`. fp8 and fp4 are multiplied by their scale first,
-    or scaled in blocks, which adds "d_out_scale". If asked for, the largest absolute value before scaling is added
-    too."""
+    """Returns {name: x rounded to `dtype`}; `name` is "d" or "gelu_aux". For fp8 and fp4, x is multiplied by its scale
+    first, or scaled in blocks, which adds "d_out_scale". For these types, the largest absolute value before scaling is
+    added as "amax_d" or "gelu_aux_amax", if asked for."""
     if not low_precision.is_scaled(dtype):
         return {name: x.astype(dtype)}
     scale, amax = ("scale_d", "amax_d") if name == "d" else ("scale_aux", "gelu_aux_amax")

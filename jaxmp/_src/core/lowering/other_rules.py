@@ -33,6 +33,7 @@ def register_sparsify(primitives: Iterable[jax_compat.Primitive]) -> None:
 def _sparsify(
     transform: Any, primitive: jax_compat.Primitive, env: Any, *operands: Any, spec: MatmulSpec
 ) -> Sequence[Any]:
+    """Returns sparsify's values of a product of global arrays. Raises NotImplementedError for a product of shards."""
     if not spec.is_unsettled:
         transform._raise_unimplemented_primitive(primitive)
 

@@ -54,8 +54,8 @@ class Span:
 
 def span(axes: MeshAxes, group_axes: tuple[str, ...], mesh: jax.sharding.Mesh | None) -> Span | None:
     """Returns the span, equal on every process, of a call over `group_axes` of `mesh`. If `mesh` is None or has other
-    axes than `axes`, only the shape is known. Then all devices of the job take part in an unknown order and count as
-    one group if their number fits, else the result is None."""
+    axes than `axes`, the devices are unknown. Then all devices of the job, by id, count as one group if their number is
+    the size of a mesh with `axes`; else the result is None."""
     shape = [size for _, size in axes]
     names = [name for name, _ in axes]
     if mesh is None or tuple(mesh.shape.items()) != axes:
@@ -110,10 +110,11 @@ def unshared_reason(
 ) -> tuple[str, bool]:
     """Returns (why CPU devices of a group share no call, or ""; True if all processes of the mesh share memory).
 
-    They share calls in a job of one process (the second result is False then). In other jobs they do if the group is
-    within one process (known devices only), all processes of the mesh share memory, the program is not exported, and
-    the call is in no loop or branch. A shared call is pending until all ranks have come. XLA counts a loop or branch
-    with it as started before its collectives, but calls over gloo must start in one order on every rank.
+    Devices share calls in a job of one process. In other jobs they do if the group is within one process (known devices
+    only), all processes of the mesh share memory, the program is not exported, and the call is in no loop or branch.
+    The second result is False in a job of one process, for an exported program, and if the devices are unknown. A
+    shared call is pending until all ranks have come. XLA counts a loop or branch with a shared call as started before
+    its collectives, but calls over gloo must start in one order on every rank.
     """
     if jax.process_count() == 1:
         return "", False

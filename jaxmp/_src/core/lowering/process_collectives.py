@@ -25,7 +25,7 @@ from jaxmp._src.core.lowering.process_barrier import Site
 from jaxmp._src.core.spec import wire
 from jaxmp._src.platform.runtime import native
 
-# Types that can be summed: csrc/ffi/process_collective.cc.
+# Types that can be summed: csrc/ffi/process_calls.cc.
 _SUMMED = ("float32", "float64", "complex64", "complex128", "int32", "uint32", "int64", "uint64")
 # In an all-reduce of at most this many bytes every rank reads all, instead of a reduce-scatter and an all-gather.
 _FEW_BYTES = 32 << 10
@@ -33,7 +33,8 @@ _FEW_BYTES = 32 << 10
 
 @dataclasses.dataclass(frozen=True)
 class SharedMemory:
-    """The collectives of the call at `site`. `call`: its name for messages. `fields`: values equal on all processes."""
+    """The collectives of the call at `site`. `call`: its name for messages. `fields`: values equal on all processes.
+    Sums need a type that `sums` takes."""
 
     site: Site
     call: str

@@ -45,7 +45,8 @@ def _product(
     ctx: jax_lowering.LoweringContext, decision: Decision, spec: MatmulSpec, platform: str
 ) -> Callable[..., Any]:
     """Returns the function of shards that computes a product and returns its results in the spec's order. Adds the
-    barrier of a call that CPU devices of several processes compute outside of hostmp's shared call."""
+    barrier of a call that CPU devices of several processes compute outside of hostmp's shared call. Calls
+    `require_devices` if a call of cuBLASMp names its devices."""
     call = decision.call
     assert call is not None
     # Naming its devices ties the lowering to this process.
@@ -86,8 +87,9 @@ def _named(call: ResolvedCall, spec: MatmulSpec, operands: Sequence[jax.Array]) 
 def _batch(
     ctx: jax_lowering.LoweringContext, decision: Decision, spec: MatmulSpec, platform: str
 ) -> Callable[..., Any]:
-    """Returns the function of shards that computes a batch of products and returns their results in order. It loops
-    over the batch if the form is "each"; otherwise CPU devices of several processes meet at a barrier first."""
+    """Returns the function of shards with `spec.batch` leading dimensions that computes a batch of products and returns
+    their results in order. It binds the primitive in a loop over the batch if the form is "each". In other forms
+    (`decide.Decision`), CPU devices of several processes meet at a barrier first."""
     front, spec = spec.batch, spec.replace(batch=0)
     is_barred = platform == "cpu" and decision.form != "each"
     site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes) if is_barred else None
