@@ -190,10 +190,11 @@ class Site:
 
 
 def fields(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> dict[str, Any]:
-    """Returns the values that have to be equal on every process of a group, by names that users know: extents, a's type
+    """Returns the values that have to be equal on every process of a group, by names that users know: extents, types
     and the fields of the spec, except for the source line."""
     found = extents(spec, a.shape, b.shape)
-    described: dict[str, Any] = {"m": found.m, "n": found.n, "k": found.k, "dtype": a.dtype.name}
+    types = " x ".join(dict.fromkeys((a.dtype.name, b.dtype.name)))
+    described: dict[str, Any] = {"m": found.m, "n": found.n, "k": found.k, "dtype": types}
     for name, value in _fields_of(spec).items():
         if name == "source_line":
             continue
