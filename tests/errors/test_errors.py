@@ -185,6 +185,7 @@ CALLS = {
     "rows of a scalar": (lambda: quantize.rows(A[0, 0]), ValueError, "quantize.rows: x must have rows, got a scalar"),
     "fuse epilogs": (lambda: jaxmp.fuse(abs, epilogs="no"), TypeError, "fuse: epilogs must be True or False, got 'no'"),
     "to_block_cyclic mesh": (lambda: jaxmp.to_block_cyclic(A, jaxmp.BlockCyclic(grid=(1, 1), block=(2, 2)), mesh=3), TypeError, "to_block_cyclic: mesh must be a jax.sharding.Mesh, got int"),
+    "to_block_cyclic axes": (lambda: jaxmp.to_block_cyclic(A, jaxmp.BlockCyclic(grid=(1, 1), block=(2, 2)), mesh=jax.make_mesh((1, 1), ("x", "y")), axes=3), ValueError, "to_block_cyclic: axes must be a pair, the mesh axes of the process rows and of the process columns, got 3"),
     "advise dtype": (lambda: jaxmp.advise(4, 4, 4, 4, dtype="zz"), TypeError, "advise: dtype must be a dtype, such as jnp.bfloat16, got 'zz'"),
     "linear w": (lambda: jaxmp.linear(A, zeros(8, 6)), ValueError, "linear: w has k=8 but x has k=6 (shapes (4, 6), (8, 6)); pass transpose_b=True if w is stored (n, k)"),
     "linear shardings": (lambda: jaxmp.linear(A, B, in_shardings=P()), ValueError, "linear: in_shardings must be a pair, one sharding for x and one for w, got P()"),

@@ -100,6 +100,8 @@ def test_there_and_back(grid, axis_type, rng):
 
     with jax.set_mesh(mesh):
         results = jax.jit(program)(xs)
+    with pytest.raises(ValueError, match="use from_block_cyclic to bring it to others"):
+        jaxmp.to_block_cyclic(results[0][0], results[0][0].layout, mesh=jax.make_mesh((1,), ("z",)))
     for x, (laid, relaid, back) in zip(xs, results, strict=True):
         assert_holds(laid, x)
         assert_holds(relaid, x)

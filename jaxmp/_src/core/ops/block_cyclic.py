@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -94,7 +95,7 @@ def to_block_cyclic(
       x: (m, n), sharded in any way, of any type; or a `BlockCyclicArray`, which gets another layout on its grid.
       layout: a `jaxmp.BlockCyclic` with the grid of the mesh axes.
       mesh: the mesh; by default x's own (if x is not traced), else the ambient one. A `BlockCyclicArray` keeps its own
-        mesh and axes.
+        mesh and axes, and takes no others.
       axes: the mesh axes of the process rows and of the process columns, each a name or a tuple of names (slowest
         first); by default the two axes of a mesh that has two.
 
@@ -120,6 +121,8 @@ def to_block_cyclic(
             raise InvalidValue(
                 f"x is on a {x.layout.grid} grid but layout has {layout.grid}; keep the grid, which the mesh axes give"
             )
+        if mesh not in (None, x.mesh) or (axes is not None and _find_axes(x.mesh, axes, layout) != x.axes):
+            raise InvalidValue(f"x is on axes {x.axes} of its mesh; use from_block_cyclic to bring it to others")
         data = move(x.data, x.mesh, x.axes, Distributed(x.shape, x.layout), layout)
         return dataclasses.replace(x, data=data, layout=layout)
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
@@ -177,7 +180,7 @@ def _find_axes(mesh: Mesh, axes: Any, layout: BlockCyclic) -> Axes:
     """Returns `axes`, or the mesh's, as `_as_axes`. Raises ValueError unless they are a pair with the grid's sizes."""
     if axes is None:
         axes = tuple(mesh.axis_names)
-    if isinstance(axes, str) or len(axes) != 2:
+    if isinstance(axes, str) or not isinstance(axes, Sequence) or len(axes) != 2:
         raise InvalidValue(
             f"axes must be a pair, the mesh axes of the process rows and of the process columns, got {axes!r}"
         )
