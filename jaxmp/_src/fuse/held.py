@@ -127,18 +127,28 @@ def _alone(name: str, x: jax.Array, function: Callable[[jax.Array], jax.Array]) 
 
 
 def _sum(eqn: Any, x: jax.Array, options: emit.Options) -> jax.Array:
-    """Returns the result of a sum as a product with ones. On explicit axes, dimensions that are not summed stay
-    sharded. Of the summed ones the first with an extent other than 1 stays sharded; others are gathered."""
-    axes, mesh = tuple(sorted(eqn.params["axes"])), jax.typeof(x).sharding.mesh
+    """Returns a sum as products with ones. Each of the last dimensions is summed by itself: a long row alone would be
+    one sum after another, and devices exchange the sums of a row, not the row."""
+    units = [i for i in eqn.params["axes"] if x.shape[i] == 1]
+    axes = sorted(i - sum(unit < i for unit in units) for i in eqn.params["axes"] if i not in units)
+    d, wide = lax.squeeze(x, units), np.float32 if x.dtype.itemsize == 2 else x.dtype
+    while len(axes) > 1 and axes[-1] == d.ndim - 1:
+        d = _sum_at_once(d, (axes.pop(),), wide, options)
+    return _sum_at_once(d, tuple(axes), x.dtype, options)
+
+
+def _sum_at_once(x: jax.Array, axes: tuple[int, ...], dtype: Any, options: emit.Options) -> jax.Array:
+    """Returns a sum along `axes` as one product with ones. On explicit axes, free dimensions stay sharded, and of
+    summed dimensions only the first."""
+    mesh = jax.typeof(x).sharding.mesh
     free = tuple(i for i in range(x.ndim) if i not in axes)
     is_typed = is_explicit(jax.typeof(x))
     found = axes_of_type(jax.typeof(x)) if is_typed else ((),) * x.ndim
-    first = next(i for i in axes if x.shape[i] != 1)
-    kept = [each if i == first or i in free else () for i, each in enumerate(found)]
+    kept = [each if i == axes[0] or i in free else () for i, each in enumerate(found)]
     entries = [each or None for each in kept]
     if kept != list(found):
         x = _resharded(x, P(*entries))
-    of_k, of_free = entries[first], [entries[i] for i in free]
+    of_k, of_free = entries[axes[0]], [entries[i] for i in free]
     k, extents = math.prod(x.shape[i] for i in axes), [x.shape[i] for i in free]
 
     def shaped(y: jax.Array, shape: Sequence[int], spec: Sequence[Any]) -> jax.Array:
@@ -150,7 +160,7 @@ def _sum(eqn: Any, x: jax.Array, options: emit.Options) -> jax.Array:
             b,
             out_sharding=P(*spec) if is_typed else None,
             precision=lax.Precision.HIGHEST,
-            preferred_element_type=x.dtype,
+            preferred_element_type=dtype,
             implementation=options.implementation,
             **options.level.option,
         )
