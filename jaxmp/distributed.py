@@ -130,7 +130,10 @@ def initialize(
         proxy_port = native_lib.extension().start_coordinator_proxy(host.strip("[]"), port)
         coordinator_address = f"{_LOOPBACK}:{proxy_port}"
     connect = functools.partial(
-        jax.distributed.initialize,
+        bootstrap.connect,
+        initialization_timeout,
+        host,
+        int(port),
         coordinator_address,
         num_processes,
         process_id,
@@ -146,7 +149,7 @@ def initialize(
     jax_lowering.require_devices([*MATMULS, partitioned_grouped_p, collective_p])
     logger.info("rank %d of %d: joins the job at %s", process_id, num_processes, coordinator_address)
     try:
-        deadline = time.monotonic() + initialization_timeout
+        deadline = time.monotonic() + 1.1 * initialization_timeout + 3  # if rank 0 does not say who is missing
         missing = (
             f"initialize: rank {process_id} did not meet all {num_processes} processes at {host}:{port} within "
             f"{initialization_timeout} s; look for one that did not start"

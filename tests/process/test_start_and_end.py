@@ -1,6 +1,8 @@
 """How a job begins and ends when nothing goes wrong, and what is refused at its beginning."""
 
+import concurrent.futures
 import errno
+import functools
 import json
 import os
 import re
@@ -46,6 +48,14 @@ def test_all_ranks_go_by_what_rank_0_has_measured(tmp_path):
     for given, want in ((caches, told), (dict(enumerate(reversed(caches.values()))), None)):
         job, ranks = run(tmp_path, "told", 2, env=given)
         assert [f"TOLD {want}" in rank.log for rank in ranks] == [True] * 2, job.all_logs()
+
+
+def test_all_ranks_that_do_not_come_are_named(monkeypatch):
+    """JAX's service names two of them."""
+    monkeypatch.setattr(bootstrap.jax_compat, "end_service", lambda: None)
+    count = functools.partial(bootstrap._absent, "127.0.0.1", free_port(), nhere=5, nprocesses=8)
+    with concurrent.futures.ThreadPoolExecutor(5) as pool:
+        assert list(pool.map(count, (1, 2, 4, 6, 0))) == [["3", "5", "7"]] * 5
 
 
 def test_strangers_at_the_start_are_no_peers(tmp_path):

@@ -13,11 +13,15 @@ import re
 import resource
 import secrets
 import socket
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxmp._src.jobs.peers import Peers
+from jaxmp._src.jobs.watch import DistributedError
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime import cuda_libraries, logs, native
 from jaxmp._src.platform.runtime.config import config, is_open_mpi_4, launcher
@@ -110,6 +114,59 @@ class Membership:
     told: str
 
 
+# In a message about absent processes: the most that it lists. Seconds for JAX's service to tell all, then to count.
+_LISTED, _TOLD, _COUNTED = 20, 1.0, 10.0
+_ROLL = b"jaxmp-absent"
+
+
+def connect(
+    timeout: int, host: str, port: int, coordinator: str, nprocesses: int, process: int, **options: Any
+) -> None:
+    """Connects to JAX's coordination service, which waits for all processes. If some do not come within `timeout`
+    seconds, raises the same DistributedError on all that are here, with their ranks."""
+    try:
+        jax_compat.initialize_distributed(timeout, coordinator, nprocesses, process, **options)
+    except jax.errors.JaxRuntimeError as error:
+        report = re.search(r"reached the barrier: (\d+)/.* task names:\n([\d\n]*)", str(error), flags=re.DOTALL)
+        if not report:
+            raise
+        time.sleep(_TOLD)
+        here = int(report[1])
+        names = (_absent(host, port, process, here, nprocesses) or report[2].split())[:_LISTED]  # the report has two
+        more = f" and {nprocesses - here - len(names)} more" * (here + len(names) < nprocesses)
+        missing = f"{here} of {nprocesses} processes are here after {timeout} s; missing: {', '.join(names)}{more}"
+        raise DistributedError(f"initialize: {missing}") from None
+
+
+def _absent(host: str, port: int, process: int, nhere: int, nprocesses: int) -> list[str]:
+    """Returns the ranks that have not come, as rank 0 hears from the `nhere` processes that have, at the port of JAX's
+    service. Returns an empty list if it does not hear from all of them."""
+    deadline, here, heard = time.monotonic() + _COUNTED, {0}, list[socket.socket]()
+    while process != 0 and time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), _COUNTED) as rank_0:
+            rank_0.sendall(process.to_bytes(4, "big"))
+            told = rank_0.makefile("rb").read()
+            if told.startswith(_ROLL):  # not from the service
+                return told.decode().split()[1:]
+        time.sleep(0.1)
+    if process != 0:
+        return []
+    jax_compat.end_service()
+    own = _own_address(host)
+    with contextlib.suppress(OSError), socket.create_server((own, port), family=_family(own), backlog=1024) as listener:
+        while len(here) < nhere:
+            listener.settimeout(max(0.001, deadline - time.monotonic()))
+            heard.append(listener.accept()[0])
+            heard[-1].settimeout(0.5)
+            here.add(min(int.from_bytes(heard[-1].recv(4), "big"), nprocesses))
+    here.discard(nprocesses)  # strangers
+    absent = [str(rank) for rank in range(nprocesses) if rank not in here] if len(here) == nhere else []
+    for connection in heard:
+        with contextlib.suppress(OSError), connection:
+            connection.sendall(b" ".join([_ROLL, *map(str.encode, absent)]))
+    return absent
+
+
 def join_job(host: str, process: int, nprocesses: int, timeout: int, *, reach: float, tells: str = "") -> Membership:
     """Waits until every process of the job is here. Raises JAX's error if a step takes more than `timeout` seconds.
 
@@ -121,18 +178,14 @@ def join_job(host: str, process: int, nprocesses: int, timeout: int, *, reach: f
     client, milliseconds = jax_compat.distributed_client(), timeout * 1000
     key = "jaxmp/"
     if process == 0:
-        client.key_value_set(f"{key}secret", secrets.token_hex(32))
-        client.key_value_set(f"{key}told", tells)
-        client.key_value_set(f"{key}versions", " ".join(_versions()))
-    secret = bytes.fromhex(client.blocking_key_value_get(f"{key}secret", milliseconds))
-    versions = client.blocking_key_value_get(f"{key}versions", milliseconds).split(" ")
-    told = client.blocking_key_value_get(f"{key}told", milliseconds)
-    peers = Peers(_own_address(host), process, nprocesses, secret)
+        client.key_value_set(f"{key}begin", "\n".join([secrets.token_hex(32), " ".join(_versions()), tells]))
+    secret, versions, told = client.blocking_key_value_get(f"{key}begin", milliseconds).split("\n", 2)
+    peers = Peers(_own_address(host), process, nprocesses, bytes.fromhex(secret))
     client.key_value_set(f"{key}at/{process}", f"{peers.host} {peers.port}")
-    for name, own, first in zip(("jaxmp", "jax", "cuBLASMp"), _versions(), versions, strict=True):
+    for name, own, first in zip(("jaxmp", "jax", "cuBLASMp"), _versions(), versions.split(" "), strict=True):
         if own != first:
             text = f"rank {process} has {name} {own}, rank 0 has {first}; install the same on every machine"
-            client.key_value_set(f"{key}refused/{process}", text)
+            client.key_value_set(f"{key}refused/rank", text, allow_overwrite=True)  # one of them is enough
             break
     machine = _share_arena(client, key, process) if nprocesses > 1 else ""
     client.wait_at_barrier(f"{key}all", milliseconds)
@@ -144,7 +197,7 @@ def join_job(host: str, process: int, nprocesses: int, timeout: int, *, reach: f
         found, port = client.blocking_key_value_get(f"{key}at/{peer}", max(1, round(reach * 1000))).split()
         return found, int(port)
 
-    return Membership(peers, address_of, min(refused)[1] if refused else "", told)
+    return Membership(peers, address_of, refused[0][1] if refused else "", told)
 
 
 def _share_arena(client: Any, key: str, process: int) -> str:

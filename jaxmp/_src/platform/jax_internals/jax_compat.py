@@ -11,6 +11,7 @@ import pathlib
 import re
 import socket
 import sys
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -316,6 +317,31 @@ def forget_failed_effects() -> None:
 def distributed_client() -> Any:
     """Returns the client of JAX's coordination service, or None."""
     return _distributed.global_state.client
+
+
+def initialize_distributed(timeout: int, *where: Any, **options: Any) -> None:
+    """Calls `jax.distributed.initialize`. If processes do not come within `timeout` seconds, raises JAX's report on all
+    others at once. JAX itself aborts, after an hour."""
+    start, connect = _jax.get_distributed_runtime_service, _jax.get_distributed_runtime_client
+    known = vars(_jax) | {
+        "get_distributed_runtime_service": functools.partial(start, cluster_register_timeout=timeout),
+        # JAX cannot call it, as its argument has no type in Python, and raises RuntimeError("std::bad_cast") instead.
+        "get_distributed_runtime_client": functools.partial(connect, missed_heartbeat_callback=lambda status: None),
+    }
+    vars(_distributed)["_jax"] = types.SimpleNamespace(**known)
+    try:
+        jax.distributed.initialize(*where, **options)
+    except RuntimeError as error:
+        if "bad_cast" in str(error):
+            distributed_client().shutdown()  # raises the report
+        raise
+    finally:
+        vars(_distributed)["_jax"] = _jax
+
+
+def end_service() -> None:
+    """Ends JAX's coordination service in rank 0, so that its port is free."""
+    _distributed.global_state.service = None
 
 
 def let_gloo_listen_at(host: str) -> None:
