@@ -214,8 +214,10 @@ def _gather_scales(spec: MatmulSpec, operands: Operands, all_gather: Gather) -> 
 
 
 def _scales_of_part(spec: MatmulSpec, operands: Operands, all_gather: Gather) -> Operands:
-    """Returns the operands by name, with the scales of the rows and columns of this rank's part of D: sliced if it is
-    scattered, gathered and sliced for an operand of a grid stored transposed, otherwise as `_gather_scales`."""
+    """Returns the operands by name, with the scales that this rank's part of D needs. If D is scattered, slices scales
+    per row of op(a) or per column of op(b). On a grid, gathers and slices such scales of an operand that is stored
+    transposed. In both cases scales of blocks and of the tensor stay unchanged. Otherwise the same as
+    `_gather_scales`."""
     product, (rows, cols) = spec.contraction, (spec.group.row_axes, spec.group.col_axes)
     # (name, axes to gather over, axes along which this rank takes its part)
     moved: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = []
@@ -251,8 +253,9 @@ def _gather_operands(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: G
 
 
 def _gather_cyclic(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: Gather) -> tuple[jax.Array, jax.Array]:
-    """Gathers (a, b) of block-cyclic shards whole, and returns the rows of op(a) and columns of op(b) of this device's
-    part of d, in its order and with zeros as padding."""
+    """Returns (the rows of op(a), the columns of op(b)) for this device's part of d, over all k, from block-cyclic
+    shards. An operand that is stored transposed stays transposed. Rows and columns are in the order of the part, with
+    zeros as padding."""
     assert spec.distributions is not None
     whole_a, whole_b, d = spec.distributions
     kept = (1 if spec.transpose_a else 0, 0 if spec.transpose_b else 1)

@@ -145,7 +145,8 @@ def from_block_cyclic(x: BlockCyclicArray) -> jax.Array:
       x: a `BlockCyclicArray` of shape (m, n).
 
     Returns:
-      (m, n), sharded P(*x.axes) if the grid divides it. If not, it is replicated on a mesh with explicit axes.
+      (m, n), sharded P(*x.axes) if the grid divides it. If not, replicated on explicit axes, and sharded as XLA chooses
+      on auto axes.
 
     Raises:
       TypeError: x is not a BlockCyclicArray.
@@ -177,7 +178,8 @@ def _find_mesh(x: Any, mesh: Mesh | None) -> Mesh:
 
 
 def _find_axes(mesh: Mesh, axes: Any, layout: BlockCyclic) -> Axes:
-    """Returns `axes`, or the mesh's, as `_as_axes`. Raises ValueError unless they are a pair with the grid's sizes."""
+    """Returns `axes`, by default the mesh's, as two tuples of names. Raises ValueError unless `axes` is a pair with the
+    grid's sizes."""
     if axes is None:
         axes = tuple(mesh.axis_names)
     if isinstance(axes, str) or not isinstance(axes, Sequence) or len(axes) != 2:
@@ -325,7 +327,8 @@ def _multiply(spec: MatmulSpec, mesh: Mesh, a: jax.Array, b: jax.Array, c: jax.A
 
 
 def _check_operands(a: Any, b: Any, c: Any) -> None:
-    """Raises unless a, b and c (or None) are block-cyclic arrays on one mesh and pair of axes, outside of shard_map."""
+    """Raises TypeError unless a, b and c (or None) are block-cyclic arrays of numbers or bools. Raises ValueError for
+    different meshes or axes, for host memory, and inside shard_map."""
     for argument, x in ({"a": a, "b": b} | ({} if c is None else {"c": c})).items():
         if not isinstance(x, BlockCyclicArray):
             raise InvalidType(

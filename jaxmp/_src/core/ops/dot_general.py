@@ -71,8 +71,8 @@ def dot_general(
 
 
 def product(request: Request, dimension_numbers: GivenNumbers, *, is_part: bool = False) -> jax.Array:
-    """Computes `jaxmp.dot_general` of the request's a and b. Where `look_up` caches such a call, uses the plan of an
-    equal call or adds this call's. `is_part`: as in `look_up`."""
+    """Returns `jaxmp.dot_general` of the request's a and b. Equal calls share a plan where `look_up` caches the call.
+    `is_part`: the product may be one of several in a user's call, as in an einsum."""
     operands = {"a": request.a, "b": request.b}
     entry = eager_calls.look_up(request, operands, dimension_numbers, is_part=is_part)
     run = entry[0] if entry else _planned(request, dimension_numbers)

@@ -86,8 +86,8 @@ def einsum(
 
 
 def _order(optimize: Any) -> str | bool | tuple[tuple[int, ...], ...]:
-    """Returns `optimize` as a hashable value: "auto" for None, a strategy of opt_einsum unchanged, and a path as
-    tuples. Raises TypeError for other values."""
+    """Returns `optimize` as a hashable value: "auto" for None, a path as tuples, and a strategy of opt_einsum, True or
+    False unchanged. Raises TypeError for other values."""
     try:
         if optimize is None:
             return "auto"
@@ -379,7 +379,8 @@ def _reduced_shardings(shardings: ShardingPair, terms: Sequence[_Term], reduced:
 
 def _permuted(argument: str, sharding: Sharding | None, have: str, want: str) -> Sharding | None:
     """Returns a sharding for the indices `want`, given the `sharding` for the indices `have`, which include them. Keeps
-    unreduced and reduced axes. Returns anything but a PartitionSpec or NamedSharding unchanged."""
+    unreduced and reduced axes. Returns anything but a PartitionSpec or NamedSharding unchanged. Raises ValueError for
+    a sharding that does not fit `have`; the message calls the array `argument`."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if not isinstance(spec, P):
         return sharding

@@ -142,8 +142,9 @@ def _pair(name: str, operands: dict[str, Any]) -> Operands:
 
 
 def _up(layers: Layers, request: Request, axis_name: AxisName | None) -> Operands:
-    """Returns w_up and b_up by name, in the types of their call. `layers` has the plan of the gate, `request` is the
-    product with w_up. Raises ValueError if w_up has another shape than w_gate, or another sharding on explicit axes."""
+    """Returns w_up, and b_up if there is one, by name, in the types of their call. `layers` has the plan of the gate,
+    `request` is the product with w_up. Raises ValueError if w_up has another shape than w_gate, or another sharding on
+    explicit axes. Raises as `validated` for other errors."""
     like = layers.operands[0]["b"]
     shape = tuple(getattr(request.b, "shape", like.shape))
     if shape[:1] == like.shape[:1] and shape != like.shape:
@@ -169,8 +170,9 @@ class _Hidden:
 
 
 def _static(layers: Layers, operands: Operands) -> _Hidden:
-    """Returns the static argument of `jaxmp_gated`: the gate's call, its plan, which is LOCAL if XLA partitions the
-    products, and whether x is shared, which needs a plan by jaxmp that brings whole rows of x to a device."""
+    """Returns the static argument of `jaxmp_gated`. The plan is LOCAL if XLA partitions the products. `shares_x` is
+    True if a plan by jaxmp brings whole rows of x to a device. `shares_x` is False for a transposed plan, an empty
+    operand, and a result that is resharded after `shard_map`."""
     call, plan = layers.calls[0], layers.plans[0] if layers.plans else LOCAL
     # Other patterns do not bring x to a device, or bring a part of its columns.
     brings_x = bool(layers.plans) and (not plan.communicates or plan.gathers or (plan.is_grid and not plan.col_axes))

@@ -126,8 +126,8 @@ class _Layer:
     def apply(
         self, x: jax.Array, operands: Operands, activation: str | None = None, keeps_aux: bool = False
     ) -> Operands:
-        """Returns the results of the layer on shards by name: "d", with the `activation` applied, and with `keeps_aux`
-        the z or mask that the activation stores. `operands`: both layers' operands."""
+        """Returns the results of the layer on shards by name: "d", with the `activation` applied. With `keeps_aux` and
+        an activation returns second its mask "relu_aux" or z "gelu_aux". `operands`: both layers' operands."""
         layer = self.operands(x, operands)
         epilog = epilogs.for_activation(activation, "bias" in layer)
         epilog = (keeps_aux and epilogs.RULES[epilog].with_aux) or epilog
@@ -165,7 +165,8 @@ _fused_layers = jax.custom_jvp(_layers, nondiff_argnums=(0,))
 def _layers_jvp_rule(
     mlp: _Mlp, primals: tuple[Operands], tangents: tuple[dict[str, Any]]
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (y, its tangent: the sum of a term for w_out and b_out, and of `_activated` for x, w_in and b_in)."""
+    """Returns (y, y's tangent: the sum of a term for w_out and b_out, and of `_activated` for x, w_in and b_in). The
+    `tangents` by name may be `SymbolicZero`s; if all are, y's tangent is an array of zeros."""
     operands, moved = primals[0], {k: t for k, t in tangents[0].items() if not isinstance(t, SymbolicZero)}
     assert isinstance(mlp.activation, str)
     h, aux = mlp.first.apply(operands["x"], operands, mlp.activation, keeps_aux=True).values()
@@ -214,8 +215,9 @@ def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array
 def _planned(layers: Layers, activation: str | Function) -> jax.Array:
     """Computes y by `jaxmp_mlp` in the patterns of `layers.plans`. Both layers are differentiated as a whole
     (`is_fused`) only if all of this holds: the activation is "relu" or "gelu", the level is not "topology", h and both
-    results have one type, the second layer takes h as the first shards it and without a gather, kernels may sum bias
-    gradients over ranks (`completes_sums`), and no extent is 0."""
+    results have one type, kernels may sum bias gradients over ranks (`completes_sums`), and no extent is 0. For global
+    arrays the second layer must also take h as the first shards it, without a gather, not transposed and without
+    `col_axes`."""
     (ins, outs), plans, calls = layers.operands, layers.plans, layers.calls
     spec, next_spec = specs = [call.spec for call in calls]
     h = outs["a"]

@@ -164,8 +164,10 @@ _Products = tuple[RaggedCall, RaggedCall]
 
 
 def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -> tuple[_Products, meshes.Placement]:
-    """Returns ((call of gate and up, call of down), the placement of down). `ins`: the user's `in_shardings` or None.
-    Raises ValueError if it is no triple."""
+    """Returns ((call of gate and up, call of down), the placement of down). Unless the mode is SHARDED, both calls are
+    the same, without a frame. `request`: the options. `ins`: the user's `in_shardings` for x, w_up and w_down, or None.
+    Raises ValueError for other `ins` and for shardings that do not fit, NotImplementedError for a level that the
+    shardings do not allow."""
     x, w_up, w_down = (operands[name] for name in ("x", "w_up", "w_down"))
     shardings.check_each(ins, 3, "each of x, w_up and w_down")
     places = []

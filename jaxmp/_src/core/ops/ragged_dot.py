@@ -59,7 +59,7 @@ def ragged_dot(
       w: (groups, k, n), of the type of x or another.
       group_sizes: (groups,), an array of integers. With `group_offset` it may list more groups than w has.
       group_offset: the index in `group_sizes` of the group of w[0], an integer of shape () or (1,). Rows of groups
-        that w does not have are zero. Default 0, and a negative one counts as 0.
+        that w does not have are like rows after the last group. Default 0, and a negative one counts as 0.
       bias: (groups, n), a vector for each matrix of w.
       activation: as in `linear`. XLA adds the bias and applies the activation in the accumulator's type, and rounds
         once. With `determinism="batch"` None or "relu"; of integers None.
@@ -139,8 +139,8 @@ def _within(groups: tuple[Any, Any], scale: jax.Array, d: jax.Array, w: jax.Arra
 
 
 def _of_rows(request: Request, groups: tuple[Any, Any], values: jax.Array, d: jax.Array) -> jax.Array:
-    """Expands `values`, (groups,) or (groups, n), to (m, n) by a product with k = 1: each row of d gets its group's. On
-    explicit axes the result has d's sharding."""
+    """Expands `values`, (groups,) or (groups, n), to (m, n) by a product with k = 1: each row of d gets its group's, or
+    0 if it is in none. On explicit axes the result has d's sharding."""
     matrices = jnp.broadcast_to(values.reshape(len(values), 1, -1), (len(values), 1, d.shape[1]))
     kind = jax.typeof(d).sharding
     request = request._replace(
@@ -234,8 +234,8 @@ def of_global(spec: GroupedSpec, placement: meshes.Placement) -> GroupedSpec:
 
 
 def activation_of(spec: GroupedSpec, activation: Any) -> Function | None:
-    """Returns the function that XLA applies, or None. Raises NotImplementedError for any activation if the result is of
-    integers, and for any but "relu" with `determinism` "batch" or "topology"."""
+    """Returns the function that XLA applies, or None. Raises ValueError for an unknown activation, NotImplementedError
+    for any activation if the result is of integers, and for any but "relu" with `determinism` "batch" or "topology"."""
     found = activations.parse(activation)
     if found is not None and spec.out_dtype.name in INTEGERS:
         raise NotAvailable(

@@ -1,4 +1,4 @@
-"""`ragged_dot_general`: the three modes of `lax.ragged_dot_general`, by the two of `grouped_p` and `dot_general`."""
+"""`ragged_dot_general`: the modes of `lax.ragged_dot_general`, by the primitive `grouped_p` or by `dot_general`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ragged_dot_general(
     Args:
       lhs, rhs: arrays of the types that `ragged_dot` takes.
       group_sizes: (groups,), or (batch..., outer..., groups). `outer`: the dimensions of the same kind as the ragged
-        dimension that come before it.
+        dimension that come before it. If the ragged dimension is a batch dimension, (outer..., groups).
       ragged_dot_dimension_numbers: as in `lax.ragged_dot_general`.
 
     The other options are as in `ragged_dot`. Arrays that explicit axes or `in_shardings` shard, and the level
@@ -172,7 +172,8 @@ def _size(x: jax.Array, dims: tuple[int, ...]) -> int:
 
 
 def _parsed(given: Any, lhs: Any, rhs: Any, sizes: Any) -> _Numbers:
-    """Returns the user's dimension numbers, checked. Raises if they, or the shape of `sizes`, do not fit."""
+    """Returns the user's dimension numbers, checked. Raises InvalidOperands (a TypeError and a ValueError) if the
+    numbers or the shape of `sizes` do not fit, and TypeError if `sizes` are not integers."""
     ragged_dot.check_integers("group_sizes", sizes)
     try:
         (ragged,), group, dot = given.lhs_ragged_dimensions, given.rhs_group_dimensions, given.dot_dimension_numbers

@@ -33,8 +33,9 @@ class Routes(NamedTuple):
 
 
 def routes_of(logits: jax.Array, top_k: int, scores: Scores, *, normalizes: bool) -> Routes:
-    """Chooses the experts of each token from its logits (tokens, experts), in descending order of their scores.
+    """Chooses `top_k` experts for each token, in descending order of their scores.
 
+    Scores are the "softmax" or "sigmoid" of `logits` (tokens, experts).
     Gates are the scores of the chosen experts; `normalizes` divides them by their sum: the softmax of the chosen
     logits (Mixtral, arXiv:2401.04088), or sigmoids (DeepSeek-V3, arXiv:2412.19437, without its bias).
 

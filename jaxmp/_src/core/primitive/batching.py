@@ -100,7 +100,8 @@ def _crosses_blocks(spec: MatmulSpec, a_is_batched: bool, b_is_batched: bool) ->
 def _split_bias(
     args: Sequence[jax.Array], dims: BatchDims, spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[int | None]]:
-    """Computes the product without bias, so that batched weights fold into columns; adds the bias and rounds once."""
+    """Computes the product without bias, so that batched weights fold into columns; adds the bias and rounds once. Only
+    b and the bias may be batched."""
     a, b, bias = args
     plain = spec.bilinear(out_dtype=accumulator(low_precision.operand_type(a.dtype, b.dtype)))
     if dims[1] is None:

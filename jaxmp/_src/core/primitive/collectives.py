@@ -111,7 +111,8 @@ reshard_p = jax_compat.make_primitive("jaxmp_reshard", multiple_results=False)
 def _reshard_batch_rule(
     operands: Any, dims: Any, *, have: P, spec: P, is_explicit: bool, **params: Any
 ) -> tuple[jax.Array, int]:
-    """Leaves the batch dimension whole on explicit axes, and unconstrained on others."""
+    """Returns (the result, the number of its batch dimension, which is x's). This dimension is whole on explicit axes,
+    and unconstrained on others."""
     (x,), (batch,) = operands, dims
     free = None if is_explicit else P.UNCONSTRAINED
     with_batch = []
@@ -220,7 +221,8 @@ def narrow_gather(axes: Dim, x: jax.Array, axis: int, source_line: str, to: str,
 def all_to_all(
     x: jax.Array, axes: Dim, split_axis: int, concat_axis: int, *, source_line: str = "", narrow: Narrow = WIDE
 ) -> jax.Array:
-    """Returns the tiled `lax.all_to_all`, by `collective_p` if `_is_ours`."""
+    """Returns the tiled `lax.all_to_all`, by `collective_p` if `_is_ours`. `source_line`, `narrow`: see
+    `all_gather`."""
     if _is_ours(x):
         return _collective("all_to_all", x, axes, source_line, (split_axis, concat_axis), narrow)
     moved: jax.Array = lax.all_to_all(x, axes, split_axis, concat_axis, tiled=True)
@@ -248,8 +250,8 @@ def pmax(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.A
 
 
 def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") -> jax.Array:
-    """Makes the type of `x` vary over `axes` too, which moves nothing; returns `x` if it varies over all of them. The
-    transpose is a psum over the axes that are new and not reduced."""
+    """Makes the type of `x` vary over `axes` too, which moves nothing. Returns `x` if it varies over all of them, and
+    under check_vma=False. The transpose is a psum over the axes that are new and not reduced."""
     if reduced := tuple(sorted(jax_compat.reduced_axes(x) & frozenset(axes))):
         x = lax.pcast(x, reduced, to="varying")  # its transpose moves nothing
     missing = tuple(axis for axis in sorted(axes) if axis not in jax_compat.varying_axes(x))

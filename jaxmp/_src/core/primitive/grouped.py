@@ -124,8 +124,9 @@ def type_of(x: Any, w: Any) -> np.dtype:
 
 
 def batch_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
-    """Returns op(a) @ op(b) of narrow types as a product of one group; `vmap` makes it one call for a whole batch. It
-    has the accumulator's type, or a 16-bit `out_dtype` if nothing (alpha, an epilog, a sum) follows the product."""
+    """Returns the 2-D op(a) @ op(b) of narrow types, without alpha, C and epilog; `vmap` makes it one call for a whole
+    batch. The result has the accumulator's type, or a 16-bit `out_dtype` if nothing (alpha, C, an epilog, a sum over
+    ranks) follows."""
     if spec.transpose_a and spec.transpose_b:
         return batch_product(b, a, spec.replace(transpose_a=False, transpose_b=False)).T
     if low_precision.is_scaled(a.dtype):
@@ -168,7 +169,9 @@ def jvp_rule(
 
 
 def transpose_rule(ct: Tangent, x: Any, w: Any, bounds: jax.Array, *, spec: GroupedSpec) -> list[Tangent | None]:
-    """Sums the cotangent over the batch if the operand served the whole batch; refuses this sum at "topology"."""
+    """Returns the cotangents of x, w and bounds: None for an operand that is not linear, and `ad.Zero` if `ct` is zero.
+    If the operand serves the whole batch, its cotangent is summed over the batch; raises NotImplementedError for this
+    sum at "topology"."""
     of_x = ad.is_undefined_primal(x)
     aval: Any = (x if of_x else w).aval
     if isinstance(ct, ad.Zero):

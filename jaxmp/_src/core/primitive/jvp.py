@@ -35,7 +35,9 @@ from jaxmp._src.platform.runtime.types import Operands, Tangent
 def matmul_jvp_rule(
     primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[Tangent]]:
-    """y = act(z), z = alpha*A@B + beta*c + bias:  dy = act'(z) * (alpha*dA@B + alpha*A@dB + beta*dc + dbias).
+    """Returns the results and their tangents: dy for d, dz for gelu_aux, zero for others.
+
+    y = act(z), z = alpha*A@B + beta*c + bias:  dy = act'(z) * dz, dz = alpha*dA@B + alpha*A@dB + beta*dc + dbias.
 
     Binds the epilog that also stores z or its signs for act'(z); on automatic axes relu's is read from the signs of y.
     Operands of 8 bits or fewer, and epilogs with a derivative or a bias gradient, have rules of their own."""

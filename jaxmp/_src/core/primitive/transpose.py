@@ -170,7 +170,7 @@ def _product_and_sums(
     """Returns (the cotangent of `operand`, in its type; the cotangent of `bias`, or None if there is none or the call
     cannot sum it). The first is the product `call` of `left` and `right`; under check_vma it is summed over the axes
     that one of these varies over and the operand does not. `layout`: the layout of the contraction in the global array.
-    Raises as `_check_ordered` does."""
+    Raises as `_check_ordered` in the global order."""
     common = low_precision.operand_type(left.dtype, right.dtype)
     if not low_precision.is_mixed(left.dtype, right.dtype):
         # float32 cotangents of 16-bit operands, even if the user's promotion rules are strict
@@ -227,8 +227,9 @@ def _gradient_epilog(
 
 
 def _check_ordered(spec: MatmulSpec, call: MatmulSpec, summed: tuple[str, ...]) -> None:
-    """Raises NotImplementedError if a gradient in the global order would be a sum over ranks outside our calls: under
-    check_vma=False on several ranks, and for an operand of a grid that is equal along axes (`summed` is not empty)."""
+    """Raises NotImplementedError if a gradient would be a sum over ranks outside our calls: under check_vma=False on
+    several ranks, and for an operand of a grid that is equal along axes (`summed` is not empty). Raises at every level,
+    so callers first check that the level has the global order."""
     if not spec.is_typed and math.prod(size for _, size in spec.group.mesh) > 1:
         raise spec.level.mesh_refusal(
             "has no gradients under shard_map with check_vma=False, where JAX itself sums the cotangents over ranks",
@@ -251,8 +252,8 @@ def activation_grad_transpose_rule(
 def activated_matmul_transpose_rule(
     ct: Tangent, t: Operand, *rest: Operand, spec: MatmulSpec, activation: str
 ) -> list[jax.Array | None]:
-    """Returns dt = act'(z) * (ct @ w^T) and dbias = dt summed over its rows, from one call with an epilog: None for
-    those that are not linear, and for aux and w."""
+    """Returns dt = act'(z) * (ct @ w^T), dbias = dt summed over its rows if there is a bias, and None for aux and w. An
+    operand that is not linear also has None, and all operands if `ct` is zero."""
     if isinstance(ct, ad.Zero):
         return [None] * (1 + len(rest))
     bias, aux, w = rest[:-2], _value(rest[-2]), _value(rest[-1])

@@ -60,7 +60,8 @@ def _runs(tiles: np.ndarray) -> list[list[Run]]:
 
 
 def _runs_of(positions: Sequence[int]) -> list[Run]:
-    """Returns the runs of one dimension, slowest first. `positions`: the first position of each of its tiles."""
+    """Returns the runs of one dimension, slowest first. `positions`: the first position of each of its tiles. If no
+    runs give these positions, the result is meaningless, and `factored` finds that the tiles differ."""
     runs: list[Run] = []
     step = 1
     while step < len(positions):

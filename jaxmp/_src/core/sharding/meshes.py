@@ -120,7 +120,9 @@ def place(request: Request, out_shape: Shape) -> Placement:
     """Returns where a requested call runs. Inside shard_map: MANUAL if all axes of several devices are manual, else
     XLA. Outside: SHARDED with `in_shardings`; XLA if the mesh mixes explicit and automatic axes, or vmap maps over a
     sharded dimension; SHARDED on explicit axes; otherwise AUTO. Raises ValueError for `in_shardings` inside shard_map,
-    for any sharding or mesh of a MANUAL call, and for shardings or meshes that do not fit together."""
+    for any sharding or mesh of a MANUAL call, and for shardings or meshes that do not fit together. Raises TypeError
+    for a `mesh` that is not a Mesh or AbstractMesh, and ShardingTypeError for unreduced operands of a SHARDED call
+    without `in_shardings`. Raises otherwise as `_spec` does."""
     a, b, mesh, out_sharding = request.a, request.b, request.mesh, request.out_sharding
     manual = manual_mesh()
     if manual is not None and free_axes(manual):
@@ -175,8 +177,8 @@ def _given_mesh(request: Request) -> options.Mesh | None:
 
 
 def _mixed_mesh(request: Request) -> options.Mesh | None:
-    """Returns the first mesh of the operands, the request and the context if its axes (of several devices) are both
-    explicit and automatic, else None."""
+    """Returns the first nonempty mesh of (a, b, the request, the context) if its axes (of several devices) are both
+    explicit and automatic. Returns None if they are not, also if a later mesh has both."""
     around = _given_mesh(request), jax.sharding.get_abstract_mesh()
     for found in (*(jax.typeof(x).sharding.mesh for x in (request.a, request.b)), *around):
         if found is not None and not found.empty:
@@ -216,7 +218,8 @@ def _left_to_xla(mesh: options.Mesh, out_shape: Shape, out_sharding: Any, why: s
 
 def _from_in_shardings(request: Request, out_shape: Shape) -> Placement:
     """Returns the SHARDED placement on the request's mesh, else a NamedSharding's, else the ambient mesh. Raises
-    ValueError if `in_shardings` are not a pair, and without a mesh."""
+    ValueError if `in_shardings` are not a pair, without a mesh, and for a sharding that does not fit the mesh or the
+    array. Raises otherwise as `_spec` does."""
     in_shardings, out_sharding, mesh = request.in_shardings, request.out_sharding, request.mesh
     shardings.check_each(in_shardings, 2, "{a} and one for {b}")
     for sharding in (*in_shardings, out_sharding):
@@ -257,8 +260,9 @@ def _sharded(
     out_sharding: Any,
     out_shape: Shape,
 ) -> Placement:
-    """Returns the SHARDED placement; `dims`: the shardings of (a, b). Raises NotImplementedError for a d that is to be
-    unreduced over automatic axes."""
+    """Returns the SHARDED placement; `dims`: the shardings of (a, b). Raises ValueError if `out_sharding` has another
+    mesh or does not fit d's dimensions, but not if axes do not divide `out_shape`. Raises otherwise as `_spec` does,
+    except for unreduced and reduced axes if the mesh `is_explicit`."""
     _check_mesh("{out_sharding}", out_sharding, mesh)
     if out_sharding is None:
         return Placement(Mode.SHARDED, out_shape, mesh, is_explicit, (*dims, None))
@@ -374,7 +378,7 @@ def _spec(argument: str, sharding: Any, tagged: Collection[str] = ()) -> P:
 
 def _constraint(out_sharding: Any, mesh: options.Mesh | None, out_shape: Shape) -> NamedSharding | None:
     """Returns `out_sharding` as a NamedSharding, on its own mesh, `mesh` or the ambient one; None for None. Raises
-    ValueError without a mesh, and if the axes do not divide `out_shape`."""
+    ValueError if its own mesh is not `mesh`, without a mesh, and if the axes do not divide `out_shape`."""
     if out_sharding is None:
         return None
     spec = _spec("{out_sharding}", out_sharding)

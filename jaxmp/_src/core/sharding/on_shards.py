@@ -105,8 +105,9 @@ def frame(
     summed: Collection[str] = (),
 ) -> Frame:
     """Returns a call's frame. `arrays`: (name, sharding before, sharding inside). `outs`: the results, d first, and
-    `asked`: the sharding of d that the caller wants. Given the call's `layout`, arrays may be gathered inside, except
-    arrays without a sharding before. All ranks that gather an array in `summed` compute the same from it."""
+    `asked`: the sharding of d that the caller wants. `layout`: the shardings of the call's arrays inside. With it,
+    arrays with a sharding before may be gathered inside. All other arrays enter in the sharding inside. All ranks that
+    gather an array in `summed` compute the same from it."""
     (mesh, is_explicit), spec, entries = where, meshes.partition_spec, []
     for name, have, want in arrays:
         dims, gathers = (want, ()) if have is None or layout is None else moves.entry(have, want, layout)
@@ -169,7 +170,8 @@ def _ordered(frame: Frame, axes: Collection[str]) -> Dim:
 
 
 def _in_copies(x: jax.Array, mesh: Any, axes: Dim) -> jax.Array:
-    """Returns a copy of `x` for each rank of its reduced axes, sharded over them. Nothing moves.
+    """Returns a copy of `x` for each rank of its reduced `axes`, along a new first dimension sharded over `axes`.
+    Nothing moves.
 
     The copies' cotangents become the terms of x's cotangent, which is unreduced. JAX (0.10 to 0.12) does not `vmap` a
     shard_map with reduced or unreduced types.

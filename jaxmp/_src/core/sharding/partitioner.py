@@ -63,7 +63,8 @@ _explained: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("ex
 @contextlib.contextmanager
 def explaining(*, stops: bool) -> Iterator[set[str]]:
     """Yields a set that collects "calls" and "batches" when this thread lowers programs inside the context with calls
-    or batches that XLA is to partition. If it `stops`, XLA fails with STOPPED at the first call."""
+    or batches that XLA is to partition. If it `stops`, XLA fails with STOPPED at the first call, and the set has "stop"
+    from the start."""
     token = _explained.set(found := {"stop"} if stops else set())
     try:
         yield found

@@ -62,7 +62,8 @@ class RaggedCall:
         return result
 
     def _on_shards(self, operands: Operands) -> dict[str, jax.Array]:
-        """Returns {"d": a device's shard of the result} from its shards: product, bias, and sums over ranks."""
+        """Returns {"d": a device's shard of the result} from shards as the call splits them: product, bias, and sums
+        over ranks. Gathers no operand."""
         x, w = operands["a"], operands["b"]
         m, g = (
             size * math.prod(map(lax.axis_size, axes))
@@ -106,7 +107,8 @@ class RaggedCall:
 
 def bounds_of(sizes: jax.Array, offset: jax.Array | None, m: int, groups: int) -> jax.Array:
     """Returns the first row of each group and the end of the last: of the `groups` groups from number `offset` on, or
-    of all if it is None. Groups that do not exist are empty. Sizes are clamped to 0 ... m, and their sums too."""
+    of all in `sizes` if `offset` is None. Groups that do not exist are empty. Sizes and their sums are clamped to
+    0 ... m, and `offset` to 0 ... the number of groups."""
 
     bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), _ends(sizes, m)])
     if offset is None:
@@ -145,7 +147,7 @@ def _within(x: jax.Array, most: int) -> jax.Array:
 @functools.lru_cache(maxsize=4096)
 def planned(spec: GroupedSpec, where: tuple[Any, bool], given: Contraction, shapes: tuple[Shape, Shape]) -> RaggedCall:
     """Plans the call of global arrays sharded as in `given`. `where`: the mesh, and whether its axes are explicit.
-    `shapes`: of x and w."""
+    `shapes`: of x and w. Raises as `_call_of` does."""
     (mesh, _), (m, k), (g, _, n), (x, w, d) = where, *shapes, given.layout
     keeps_k = spec.level.fixed_order and not {*x[1], *w[1]} <= {*given.unreduced}
     choose = functools.partial(_split, is_w_larger=g * k * n > m * (k + n), keeps_k=keeps_k)
@@ -259,8 +261,8 @@ def shared_axes(spec: GroupedSpec, mesh: Any, rows: Dim, groups: Dim) -> Dim:
 def _split(x: str, w: str, d: str, is_w_larger: bool, *, keeps_k: bool) -> str:
     """Returns the index that the ranks of an axis split. `x`, `w`, `d`: the index along which it shards each, or "".
 
-    If the axis shards rows of x, it is d's index if the axis also shards n of w and d, w's n or g if `is_w_larger`, and
-    else m. Otherwise it is w's n or g, else k if x or w is sharded along it (unless `keeps_k`), else d's index or "".
+    If `x` is "m", returns `d` if `w` is "n" and `d` is not "", else `w` if it is "n" or "g" and `is_w_larger`, else
+    "m". Otherwise returns `w` if it is "n" or "g", else "k" if `x` or `w` is "k" (unless `keeps_k`), else `d`.
     """
     if x == "m":
         if w == "n" and d:
@@ -288,7 +290,7 @@ def placed(
     spec: GroupedSpec, mesh: Any, shapes: Sequence[Shape], dims: Sequence[Dims]
 ) -> tuple[RaggedCall, tuple[Dims, ...]]:
     """Plans the call of `grouped` with the shardings `dims` that XLA proposes for (x, w, bounds, result). Returns (the
-    call, the shardings of these arrays in it)."""
+    call without a frame, the shardings of these arrays in it). Raises as `_call_of` does."""
     indices = indices_of(spec, shapes)
     extents = {i: n for text, shape in zip(indices, shapes, strict=True) for i, n in zip(text, shape, strict=True)}
     extents = {"u": 1, "g": extents.pop("e") - 1} | extents

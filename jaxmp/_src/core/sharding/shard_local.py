@@ -38,7 +38,8 @@ from jaxmp._src.platform.runtime.types import Operands, Shape
 def bind_plan(plan: Contraction, spec: MatmulSpec, operands: Operands) -> Operands:
     """Runs one device's part of a planned call, on shards by name; returns the shards of the results by name. If the
     plan computes d transposed, the operands are exchanged; with `determinism` "batch" or "topology" they are gathered
-    instead, and the call is local. Bias gradients of d and largest absolute values are of the whole result."""
+    instead, and the call is local. Bias gradients of d and largest absolute values are of the whole result. Raises as
+    `_untransposed` and `_sum_over_data` do."""
     if plan.is_transposed and spec.fixed_reduction_order:
         plan, spec, operands = _untransposed(plan, spec, operands)
     # Inside a user's shard_map the global array is not known, so sums go rank after rank.
@@ -89,7 +90,7 @@ def _bind_transposed(plan: Contraction, spec: MatmulSpec, operands: Operands) ->
 
 def _sum_over_data(spec: MatmulSpec, outputs: Operands, axes: tuple[str, ...]) -> Operands:
     """Sums the bias gradients of d in `outputs` over `axes`, which shard d's rows outside the call's group; returns
-    other results unchanged. Raises NotImplementedError with `determinism` "topology"."""
+    other results unchanged. Raises NotImplementedError for such a sum with `determinism` "topology"."""
     names = [name for name in outputs if axes and bias_grad.summed(name) == "d"]
     if names and spec.global_order:
         raise spec.level.mesh_refusal(
@@ -151,7 +152,8 @@ def gathered(axes: Dim, x: jax.Array, dimension: int, source_line: str, to: str 
 
 
 def _apply_epilog(z: jax.Array, operands: Operands, spec: MatmulSpec, rows: tuple[int, ...]) -> Operands:
-    """Applies the epilog to a product that a call left plain. `rows`: the extents that fold into z's rows.
+    """Applies the epilog to a product that a call left plain; returns the results by name. `rows`: the extents of the
+    row dimensions of operands and results, which are one dimension of z.
 
     A bias gradient of d covers this device's rows only.
     """
@@ -196,7 +198,7 @@ def bind_folded(
 ) -> Operands:
     """Runs a product with dimension `numbers`, as a product of a (rows..., k) or (k, m) and b (k, n) or (n, k) for each
     index of the batch. `shape`: the shape of a shard of d under a `plan`; without a plan the product is local, or XLA's
-    partitioner divides it. Returns {"d": d}."""
+    partitioner divides it. Returns {"d": d}. Raises as `check_stored` and `bind_plan` do."""
     a, b = collectives.cast_reduced({name: operands[name] for name in "ab"}).values()  # because vmap has no such cast
     shape = numbers.result(a.shape, b.shape) if shape is None else shape
     columns = tuple(map(plan.b.index, plan.columns)) if plan else numbers.rhs_free
@@ -226,9 +228,11 @@ def bind_folded(
 def _matrix(
     x: jax.Array, batch: Shape, first: Shape, second: Shape, keeps_first: bool = False
 ) -> tuple[jax.Array, bool]:
-    """Returns (x as (batch, first, second), False), or (x as (batch, second, first), True) if only this needs no copy.
+    """Returns (x as (*batch, first, second), False), or (x as (*batch, second, first), True) if only the latter needs
+    no copy. `batch`, `first`, `second`: the numbers of x's dimensions.
 
-    `first` and `second` become one dimension each, except `first` if `keeps_first`.
+    The dimensions in `first` become one, and the dimensions in `second` too. If `keeps_first`, the dimensions in
+    `first` stay as they are, and the result is always the former.
     """
     stored = tuple(i for i in range(x.ndim) if i not in batch)
     is_transposed = stored == second + first and stored != first + second and not keeps_first

@@ -117,8 +117,8 @@ Results = jax.Array | tuple[jax.Array, Operands]
 def product(
     request: Request, entry: eager_calls.Entry | None = None, given: Mapping[str, Any] | None = None
 ) -> Results:
-    """Returns the result of `jaxmp.matmul`. Fills the call's `entry` of `eager_calls` if there is one, for operands
-    `given`."""
+    """Returns the result of `jaxmp.matmul`. Appends the call, as a function of the operands `given` by name, to its
+    `entry` of `eager_calls`; keeps nothing if `entry` or `given` is None."""
     conversion, of_call = converted(request)
     spec, operands, shape = validated(of_call)
     call = make_call(spec, meshes.place(request, shape), operands)
@@ -131,8 +131,8 @@ def product(
 
 
 def collective(request: Request, pattern: Pattern, *axes: Any) -> Results:
-    """Returns the result of a product in `pattern` over mesh `axes`, on shards of the enclosing shard_map. Raises as
-    `group_on_axes`, and ValueError on a grid if a is transposed and has more than 2 dimensions."""
+    """Returns the result of a product in `pattern` on shards in shard_map. Takes `axes` as `group_on_axes` does. Raises
+    as `group_on_axes` and `jaxmp.matmul`, and ValueError on a grid for a transposed a of more than 2 dimensions."""
     group = group_on_axes(pattern, *axes, outside="use jaxmp.matmul")
     conversion, request = converted(request)
     spec, operands, shape = validated(request, group)
@@ -189,7 +189,7 @@ def make_call(
     spec: MatmulSpec, placement: meshes.Placement, operands: Operands, numbers: DimensionNumbers | None = None
 ) -> Call:
     """Returns the call of this spec on operands with this placement: ManualCall, ShardedCall, PartitionedCall (AUTO) or
-    XlaCall. Raises for options that this call does not take."""
+    XlaCall. Raises ValueError or NotImplementedError for shardings and options that this call does not take."""
     if placement.mode == meshes.Mode.XLA:
         check_left_to_xla(spec, placement.why)
         return XlaCall(spec, numbers, placement.constraint, placement.out_sharding)
@@ -215,7 +215,7 @@ def _has_columns(spec: MatmulSpec) -> bool:
 
 def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
     """Raises NotImplementedError if a product of XLA was asked for "host" or "cublasmp", "batch" or "topology",
-    rounded communication, an epilog with more than bias and activation, or scales other than scalars."""
+    rounded communication, an epilog with more than bias and activation, an amax, or scales other than scalars."""
     beside = [each for each in (*spec.operand_names, *spec.output_names[1:]) if each not in ("c", "bias")]
     blocks = [each for each in beside if not each.startswith("scale_") or spec.scales.of(each) != low_precision.SCALAR]
     asked = (
@@ -233,7 +233,7 @@ def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
 
 def check_deferred(spec: MatmulSpec, axes: Dim) -> None:
     """Raises NotImplementedError if a call with a sum deferred over `axes` asks for more than the product and scales of
-    a and b: c, an epilog, an all-reduce, or an amax."""
+    a and b: c, an epilog, an all-reduce, an amax, or scales of d. `axes` is for the message only."""
     beside = [each for each in (*spec.operand_names, *spec.output_names[1:]) if each not in ("scale_a", "scale_b")]
     if beside or spec.epilog or spec.asks_all_reduce:
         raise NotAvailable(
@@ -245,7 +245,7 @@ def check_deferred(spec: MatmulSpec, axes: Dim) -> None:
 def planned_call(
     spec: MatmulSpec, placement: meshes.Placement, operands: Operands, numbers: DimensionNumbers | None = None
 ) -> ShardedCall:
-    """Returns the call for global arrays with known shardings. Raises for shardings and options that do not fit."""
+    """Returns the call for global arrays with known shardings. Raises as `make_call`."""
     mesh, a, b, shape = placement.mesh, operands["a"], operands["b"], placement.shape
     product = contraction.of_matrices(a.ndim, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b)
     product = numbers.product(a.ndim, b.ndim) if numbers else product
@@ -312,8 +312,8 @@ def planned(
 
 
 def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
-    """Returns the sharding of an operand or result: the shardings of the dimensions that it shares with d, a or b.
-    Except that all ranks of a group hold the whole of bgrada, or of bgradb if the call takes b as its first operand."""
+    """Returns the sharding of an operand or result. Each dimension is sharded as in d, a or b; a scalar has (). Only
+    axes outside the group shard bgrada, or bgradb if the call takes b as its first operand."""
     found = spans(spec, name)
     if name in ("a", "b", "scale_a", "scale_b"):
         operand: Dims = getattr(plan.layout, name[-1])
@@ -367,8 +367,8 @@ def _of_empty(
     call: ShardedCall, run: Callable[[Operands], Operands], operands: Operands
 ) -> tuple[Callable[[Operands], Operands], Operands]:
     """Returns (body, operands) of a call with an empty d or nothing to contract. `run`: the body of other calls. XLA
-    cannot partition a body with only empty operands, nor the gradient of a body that uses only empty operands. So the
-    body makes an empty a or b itself. It returns zeros for an empty d, unless sums of operands are not empty."""
+    cannot partition a body with only empty operands, nor the gradient of one that uses only these. So the body makes an
+    empty a or b, and gets an unused "scalar". It returns zeros for an empty d, unless bgrada or bgradb is not empty."""
     mesh, layout = call.frame.mesh, call.plan.layout
     empty = {name: x for name, x in operands.items() if name in ("a", "b") and 0 in x.shape}
 
@@ -390,8 +390,8 @@ def _of_empty(
 
 
 def _of_any_extent(call: ShardedCall, operands: Operands) -> Operands:
-    """Runs XLA's own product, partitioned by XLA, on global arrays with symbolic extents. JAX (0.10 to 0.12) cannot
-    replace these extents by numbers everywhere inside a shard_map."""
+    """Returns the results of XLA's own product, by name, for arrays with symbolic extents. JAX (0.10 to 0.12) cannot
+    replace these extents by numbers everywhere inside a shard_map. Drops `comm` options as `fit_comm_options` does."""
     where = {name: NamedSharding(call.frame.mesh, spec) for name, spec in call.frame.outs}
     product = functools.partial(_bind, fit_comm_options(call.spec.local()).unsettled(), call.numbers)
     if call.frame.is_explicit:

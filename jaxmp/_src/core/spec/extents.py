@@ -191,8 +191,8 @@ def check_local_shapes(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, *, take
 
 
 def _check_grid(spec: MatmulSpec, rows: int, cols: int, nrow: int, ncol: int) -> None:
-    """Raises ValueError if a is transposed and the grid does not divide the rows of d, or b is transposed and the grid
-    does not divide the columns of d. `rows`, `cols`: of a rank's op(A) and op(B)."""
+    """Raises ValueError if a is transposed and `nrow` does not divide the `rows` * `ncol` rows of d, or b is transposed
+    and `ncol` does not divide the `cols` * `nrow` columns of d. `rows`, `cols`: of a rank's op(A) and op(B)."""
     for what, extent, parts, is_moved in (
         ("rows", rows * ncol, nrow, spec.transpose_a),
         ("columns", cols * nrow, ncol, spec.transpose_b),
@@ -209,7 +209,8 @@ def _as_stored_hint(k: int, b_shape: Shape) -> str:
 
 
 def _transpose_hint(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> str:
-    """Returns the advice for operands with different k: the transposition flag to change, if one would make k equal."""
+    """Returns the advice for operands with different k: the transposition flag to change if one may make k equal, else
+    a text that says only that k must be equal."""
     k = extents(spec, a_shape, b_shape).local[1]
     if b_shape[-1] == k and not spec.transpose_b:
         return "pass transpose_b=True if {b} is stored (n, k)"

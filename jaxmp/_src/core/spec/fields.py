@@ -56,7 +56,8 @@ def _plain(x: Any) -> Any:
 
 
 def _value(plain: Any, default: Any = None) -> Any:
-    """Inverts `_plain`. `default`: the field's default, which tells what dataclass or enumeration to build."""
+    """Inverts `_plain`. `default`: the field's default, which tells what dataclass or enumeration to build. Without it,
+    and inside tuples, a dictionary is a dtype or a complex number."""
     if dataclasses.is_dataclass(default):
         return from_fields(type(default), plain)
     if isinstance(default, enum.Enum):

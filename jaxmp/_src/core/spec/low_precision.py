@@ -194,7 +194,8 @@ def find_mode(argument: str, scale: ArrayType | None, x: ArrayType, *, is_k_firs
 def check_units(dtype: DTypeLike, scale_mode: str, other_mode: str, extents: dict[str, int]) -> None:
     """Raises ValueError unless `extents`, {"m" or "n" or "k": extent on each device}, are multiples of their unit, 16
     in most modes. VEC16 and VEC32 need multiples of 128 for m and n, and multiples of 64 (VEC16) or 128 (VEC32) for k.
-    k is a multiple of 128 too if either operand has blocks of 128. `other_mode`: the other operand's."""
+    k is a multiple of 128 too if either operand has blocks of 128. `other_mode`: the other operand's. `dtype` is for
+    the message only."""
     outer, k = {VEC16: (128, 64), VEC32: (128, 128)}.get(scale_mode, (16, 16))
     k = 128 if 128 in (BLOCK.get(scale_mode), BLOCK.get(other_mode)) else k
     for what, extent in extents.items():

@@ -45,8 +45,8 @@ def as_moved(x: jax.Array, platform: str = "", parts: int = 1) -> jax.Array:
     """Returns `x` in the type that a collective moves; the collective may cut the last dimension into `parts`.
 
     8-bit numbers, but not bool, become uint8. 4-bit floats, and on CPUs 4-bit integers, are packed two to a byte as
-    uint8 if each part has whole bytes; if not, they become uint4 on CPUs and stay elsewhere. bfloat16 becomes uint16 on
-    CPUs. All other numbers stay."""
+    uint8 if each part has whole bytes, so the last dimension halves; if not, they become uint4 on CPUs and stay
+    elsewhere. bfloat16 becomes uint16 on CPUs. All other numbers stay. Only the `platform` "cpu" is a CPU, not ""."""
     name, is_cpu = np.dtype(x.dtype).name, platform == "cpu"
     if name == "bfloat16":
         return lax.bitcast_convert_type(x, jnp.uint16) if is_cpu else x

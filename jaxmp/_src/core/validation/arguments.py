@@ -26,7 +26,9 @@ from jaxmp._src.platform.runtime.types import Shape
 def converted(request: Request, *, are_rows: bool | None = None, is_lax: bool = False) -> tuple[Conversion, Request]:
     """Returns (conversions around a product, request with converted a, b, c and bias). The request's
     `preferred_element_type` becomes the dtype that the call computes, or None. There are no conversions with `scaling`,
-    if a or b is not an array of numbers, or if `result_types.conversion` returns None.
+    if a or b is not an array of numbers, or if `result_types.conversion` returns None; then a, b, c and bias stay.
+    Raises TypeError for a `preferred_element_type` that is no dtype, and as `precisions.preset` and
+    `result_types.conversion`.
 
     `are_rows`: both operands are stored along the contraction, as kernels of 8 bits and fewer take them; by default the
     flags decide. `is_lax`: the result has the type of `lax.dot_general`, not of `jnp.matmul`."""
@@ -164,8 +166,8 @@ def check_scalar(argument: str, value: Any, out_dtype: np.dtype) -> Any:
     complex, and a JAX scalar in the accumulator's type of `out_dtype`.
 
     Raises TypeError for a bool, another array or another type, for a complex value if the result is real, and for a
-    fraction or a JAX scalar of floating point if it is an integer. Raises ValueError for a number beyond the range of
-    the integers that are summed, or of float64."""
+    fraction or a JAX scalar of floating point if the result is an integer or bool. Raises ValueError for a number
+    beyond the range of the integers that are summed, or of float64."""
     if isinstance(value, np.generic | np.ndarray) and np.ndim(value) == 0:
         value = value.item()
     if isinstance(value, jax.Array) and value.ndim == 0 and value.dtype != np.bool_:
@@ -197,7 +199,8 @@ def check_scalar(argument: str, value: Any, out_dtype: np.dtype) -> Any:
 
 def check_c(c: Any, beta: Any, out_dtype: np.dtype, out_shape: Shape) -> Any:
     """Returns beta as `check_scalar` does; 0.0 without c and beta. Raises ValueError if only one is given or c has
-    another shape than d, and TypeError unless JAX promotes the types of c and d to d's."""
+    another shape than d. Raises as `check_array`, and as `check_widens` unless JAX promotes the types of c and d to
+    d's."""
     if c is None:
         if beta is not None:
             raise InvalidValue(f"beta={beta!r} was given without c; pass c of shape {tuple(out_shape)} or drop beta")

@@ -42,7 +42,7 @@ class DimensionNumbers:
 
     def product(self, lhs_ndim: int, rhs_ndim: int) -> Contraction:
         """Returns the product of unsharded arrays with these numbers of dimensions, with a letter for each dimension as
-        in an einsum: the two of a batch or contracted pair have the same."""
+        in an einsum: the two of a batch or contracted pair have the same. d has the order of `lax.dot_general`."""
         a = LETTERS[:lhs_ndim]
         b = list(LETTERS[lhs_ndim : lhs_ndim + rhs_ndim])
         for i, j in zip(self.lhs_batch + self.lhs_contract, self.rhs_batch + self.rhs_contract, strict=True):

@@ -90,7 +90,8 @@ def _check_summed_operand(spec: MatmulSpec, epilog: Epilog, ndim_a: int) -> None
 
 
 def _check_bias(bias: Any, out_dtype: np.dtype, shape: Shape) -> Any:
-    """Returns the bias in `out_dtype`. Raises unless it has the result's columns and a type that promotes to that."""
+    """Returns the bias in `out_dtype`. Raises ValueError unless it has the shape (columns of d,), and as `check_array`
+    and `check_widens`."""
     argument = "{bias}"
     check_array(argument, bias, ndim=1)
     if bias.shape[0] != shape[-1]:
@@ -102,7 +103,8 @@ def _check_bias(bias: Any, out_dtype: np.dtype, shape: Shape) -> Any:
 
 
 def _check_relu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
-    """Returns `aux`. Raises unless it is uint8 with the rows of the result, of any number of bytes."""
+    """Returns `aux`. Raises TypeError unless it is uint8, and ValueError unless it has the rows of d, of any number of
+    bytes."""
     if getattr(aux, "dtype", None) != np.uint8:
         raise InvalidType(
             f"relu_aux must be the uint8 array that a RELU_AUX epilog returned, got "
@@ -130,7 +132,8 @@ def check_relu_aux(operands: dict[str, Any], columns: int, per_shard: int) -> No
 
 
 def _check_gelu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
-    """Returns `aux`. Raises unless it is an array with the shape and dtype of the result."""
+    """Returns `aux`. Raises ValueError unless it has the shape of d, TypeError unless it has the dtype of d, and as
+    `check_array`."""
     check_array("gelu_aux", aux)
     if tuple(aux.shape) != shape:
         raise InvalidValue(f"gelu_aux must have the result's shape {shape}, got {tuple(aux.shape)}")

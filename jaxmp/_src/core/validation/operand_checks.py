@@ -130,8 +130,9 @@ def check_flag(argument: str, value: Any) -> bool:
 
 
 def check_flags(request: Request) -> dict[str, Any]:
-    """Checks and returns spec fields by name: both transpose and both conjugate flags, implementation,
-    `first_operand_is_b` and determinism."""
+    """Returns spec fields by name: both transpose and both conjugate flags, implementation, `first_operand_is_b` (not
+    checked) and determinism. Raises TypeError for a flag that is no bool and for conjugation of a real operand, and
+    ValueError for an unknown implementation or determinism."""
     return {
         "transpose_a": check_flag("transpose_a", request.transpose_a),
         "transpose_b": check_flag("transpose_b", request.transpose_b),
@@ -143,8 +144,9 @@ def check_flags(request: Request) -> dict[str, Any]:
 
 
 def check_widens(argument: str, x: Any, out_dtype: np.dtype) -> None:
-    """Raises TypeError unless JAX promotes the types of `x` and of the result to the result's. A NumPy array has the
-    type that JAX gives it, and a weak type gives way."""
+    """Raises TypeError unless JAX promotes the types of `x` and of the result to the result's, and JAX's own
+    TypePromotionError (a ValueError) if JAX promotes them to no type, as float8 and float32. A NumPy array has the type
+    that JAX gives it, and a weak type gives way as in JAX."""
     if np.dtype(jnp.result_type(x, np.dtype(out_dtype))) != np.dtype(out_dtype):
         raise InvalidType(
             f"{argument} has dtype {x.dtype} but the result has dtype {np.dtype(out_dtype).name}; convert "

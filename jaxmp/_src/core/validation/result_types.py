@@ -118,7 +118,8 @@ def conversion(
     kind: tuple[bool, bool],
 ) -> Conversion | None:
     """Returns the conversions of a product of two arrays. Returns None if nothing has to be converted, if JAX refuses
-    the types, or if no kernel takes them. Raises NoKernel or NoPromotion as `_check_weak` and `_with_added`.
+    the types, if an implementation is asked for and no kernel takes them, or for int8 as `_of_int8`. Raises NoKernel or
+    NoPromotion as `_check_weak` and `_with_added`.
 
     `types`: of a, b, and each array that is added. `preferred`: the user's preferred_element_type. `asked`: (the
     epilog, whether an implementation is asked for). `kind`: (whether operands are stored as kernels of 8 bits and fewer
@@ -192,7 +193,8 @@ def of_call(types: Types, preferred: np.dtype | None, has_scaling: bool) -> Call
     Without `preferred`, D gets the type that JAX promotes the product and what is added to, if kernels of the product
     give it; else, and always for integers, the operands' type. With `preferred`, D has this type; integers are
     multiplied in it too, and a mixed pair in its wide type. 8 bits or fewer: see `_of_low_precision`. Raises
-    NoPromotion or NoKernel for types that have no product."""
+    NoPromotion or NoKernel for types that have no product. Without `preferred`, raises JAX's own TypePromotionError for
+    an added type that JAX does not promote with the operands'."""
     a, b, *added = map(_Typed, types)
     both = a.dtype, b.dtype
     mixes = is_mixed(*both) and not has_scaling
@@ -251,7 +253,8 @@ def _of_low_precision(a: np.dtype, b: np.dtype, preferred: np.dtype | None, has_
 
 def of_jnp(operands: Sequence[Any], preferred: np.dtype | None, added: Sequence[Any] = ()) -> tuple[np.dtype, bool]:
     """Returns (the type of the result, whether it is weak): `preferred`, which is never weak, or the type of
-    `jnp.matmul` of the operands. A weak type of `jnp.matmul` is promoted with the types of `added`; another is not."""
+    `jnp.matmul` of the operands. A weak type of `jnp.matmul` is promoted with the types of `added`; another is not.
+    Raises JAX's TypePromotionError (a ValueError) for types that JAX does not promote."""
     if preferred is not None:
         return preferred, False
     out, is_weak = jax.dtypes.result_type(*operands, return_weak_type_flag=True)
@@ -338,9 +341,9 @@ def _of_kernel(
 
 
 def _of_int8(out: np.dtype, epilog: int | None, has_implementation: bool) -> _KernelTypes | None:
-    """Returns the types for int8 operands, as `_of_kernel`. Kernels give integers of up to 32 bits, as int32, without
-    an epilog; XLA multiplies in other calls. For these returns None if an implementation is asked for, or if the result
-    has less than 32 bits and the epilog is not NONE or BIAS."""
+    """Returns the types for int8 operands, as `_of_kernel`: (None, int32) for integers of up to 32 bits without an
+    epilog. XLA multiplies in other calls, in the types of `_of_integers`. For these returns None if an implementation
+    is asked for, or if the result has less than 32 bits and the epilog is not NONE or BIAS."""
     if epilog == Epilog.NONE and jnp.issubdtype(out, jnp.integer) and out.itemsize <= 4:
         return None, _INT32  # the low bits equal sums in a narrower type
     is_wide = epilog in (Epilog.NONE, Epilog.BIAS) or out.itemsize >= 4  # a relu of narrower sums differs

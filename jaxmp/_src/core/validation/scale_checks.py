@@ -176,7 +176,8 @@ def _resolve_aux(
     It is the type of d, but for a float8 d the type `c` of c (float16 without c), as in nvmath-python. The user may ask
     for float8_e4m3fn, also with a scale and an amax, where cuBLAS supports that (its documentation,
     cublasLtMatmulDescAttributes_t); NotImplementedError for other types. Raises ValueError for options of an aux if
-    there is none, or for its scale and amax if it is not float8. `dtypes`: of a, b, d. `given`: the options."""
+    there is none, or for its scale and amax if it is not float8. `dtypes`: of a, b, d. `scale_a`: the mode
+    of a's scale. `given`: the options "aux_dtype", "aux" (the scale) and "aux_amax"."""
     said = [argument for argument, value in given.items() if value is not None and value is not False]
     if epilog_name not in _GELU_AUX:
         if said:
