@@ -74,6 +74,7 @@ WRONG = {
     "result type is none": ((A, B), {"preferred_element_type": "float33"}, TypeError, "matmul: preferred_element_type must be a dtype, such as jnp.float32, got 'float33'"),
     "communication type is none": ((A, B), {"comm": CommOptions(dtype="halfer")}, TypeError, "matmul: comm.dtype must be a dtype, such as jnp.float32, got 'halfer'"),
     "alpha beyond float64": ((A, B), {"alpha": 10**400}, ValueError, "matmul: alpha must fit a float64, got an integer beyond 1.8e308"),
+    "alpha beyond float64, of integers": ((A.astype(np.int32), B.astype(np.int32)), {"alpha": 10**400}, ValueError, "matmul: alpha must fit a float64, got an integer beyond 1.8e308"),
     "algorithm is a list": ((A, B), {"comm": CommOptions(algorithm=["fused"])}, ValueError, "matmul: comm.algorithm must be None or one of default"),
     "comm is a dict": ((A, B), {"comm": {"algorithm": "fused"}}, TypeError, "matmul: comm must be a jaxmp.CommOptions, got dict; pass comm=jaxmp.CommOptions(dtype=..., algorithm=..., sm_count=...)"),
     "scaling is a pair": ((A, B), {"scaling": (1, 2)}, TypeError, "matmul: scaling must be a jaxmp.Scaling, got tuple; pass scaling=jaxmp.Scaling(a=..., b=...)"),

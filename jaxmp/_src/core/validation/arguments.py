@@ -185,16 +185,17 @@ def check_scalar(argument: str, value: Any, out_dtype: np.dtype) -> Any:
         if not jnp.issubdtype(out_dtype, jnp.complexfloating):
             raise InvalidType(f"{argument}={value} is complex but the result has dtype {np.dtype(out_dtype).name}")
         return value
-    is_integer = jnp.issubdtype(out_dtype, jnp.integer) or out_dtype == np.bool_
-    if is_integer and not float(value).is_integer():
-        raise InvalidType(f"{argument}={value} is not an integer but the result has dtype {np.dtype(out_dtype).name}")
-    limits = np.iinfo(accumulator(out_dtype)) if is_integer else None
-    if limits and not limits.min <= float(value) <= limits.max:
-        raise InvalidValue(f"{argument}={value} does not fit {np.dtype(out_dtype).name}, the type of the result")
     try:
-        return float(value)
+        number = float(value)
     except OverflowError:
         raise InvalidValue(f"{argument} must fit a float64, got an integer beyond 1.8e308") from None
+    is_integer = jnp.issubdtype(out_dtype, jnp.integer) or out_dtype == np.bool_
+    if is_integer and not number.is_integer():
+        raise InvalidType(f"{argument}={value} is not an integer but the result has dtype {np.dtype(out_dtype).name}")
+    limits = np.iinfo(accumulator(out_dtype)) if is_integer else None
+    if limits and not limits.min <= number <= limits.max:
+        raise InvalidValue(f"{argument}={value} does not fit {np.dtype(out_dtype).name}, the type of the result")
+    return number
 
 
 def check_c(c: Any, beta: Any, out_dtype: np.dtype, out_shape: Shape) -> Any:
