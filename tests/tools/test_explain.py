@@ -185,6 +185,18 @@ def test_experts_of_xla_have_the_bytes_of_its_collectives(mesh_of):
     assert row.bytes_moved == 3 * 2 * 16 * 24 * 4
 
 
+@pytest.mark.parametrize("activation", [None, jnp.sin])
+def test_the_sums_of_a_gradient_have_rows(activation, mesh_of):
+    """They are in the `jit` or `shard_map` of jaxmp's own, transposed, where JAX keeps no scope."""
+    mesh = mesh_of({"x": 2})
+    with jax.set_mesh(mesh):
+        x, ct = (jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("x"))) for _ in range(2))
+        w, sizes = jax.device_put(jnp.ones((2, 4, 4)), NamedSharding(mesh, P())), jnp.array([3, 5])
+        product = functools.partial(jaxmp.ragged_dot, group_sizes=sizes, activation=activation)
+        rows, _ = transfers.check(lambda x, w, ct: jax.vjp(product, x, w)[1](ct), x, w, ct)
+    assert [row.operation for row in rows if not row.is_call] == ["all_reduce"]
+
+
 def test_bare_jit_names_the_sums_inside_a_settled_call(mesh_of):
     mesh = mesh_of({"x": 2}, AxisType.Auto)
     x, w = (cases.put(np.ones(shape, "f4"), mesh, P(None, "x")) for shape in ((8, 4), (4, 4, 8)))

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +39,7 @@ from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering, jax_trac
 from jaxmp._src.platform.runtime import native
 from jaxmp._src.platform.runtime.types import Aval, Operands, Shape
 
-_CORE = __file__[: __file__.rindex("primitive")]
+_CORE = f"{pathlib.Path(__file__).parents[1]}{os.sep}"
 
 matmul_p = jax_compat.make_primitive("jaxmp_matmul", multiple_results=True)
 partitioned_matmul_p = jax_compat.make_primitive("jaxmp_partitioned_matmul", multiple_results=True)
@@ -186,7 +188,7 @@ Rule = Callable[..., Any]
 
 
 def is_own_jit(eqn: Any) -> bool:
-    """True if an equation is the `jit` of a function in jaxmp's core. A function of the user may have any name."""
+    """True if an equation is the `jit` or `shard_map` of a function in jaxmp's core. A user's may have any name."""
     return jax_tracing.source_file(eqn).startswith(_CORE)
 
 

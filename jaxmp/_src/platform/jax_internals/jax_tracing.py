@@ -48,8 +48,10 @@ def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
 
 
 def source_file(eqn: _core.JaxprEqn) -> str:
-    """Returns the file with the function of a `jit` equation. "" for other equations, and if JAX does not know it."""
-    info = getattr(getattr(eqn.params.get("jaxpr"), "jaxpr", None), "debug_info", None)
+    """Returns the file with the function of a `jit`, `shard_map` or `scan`. "" for other equations, and if JAX does not
+    know it."""
+    jaxpr = eqn.params.get("jaxpr")
+    info = getattr(getattr(jaxpr, "jaxpr", jaxpr), "debug_info", None)
     return info.func_filename or "" if info else ""
 
 
