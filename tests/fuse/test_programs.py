@@ -141,6 +141,11 @@ def test_a_relu_with_a_rule_of_its_own_keeps_it():
     np.testing.assert_array_equal(jax.grad(jaxmp.fuse(loss))(W), jax.grad(loss)(W))
 
 
+def test_no_tracer_leaks():
+    with jax.checking_leaks():
+        jax.jit(jaxmp.fuse(layer))(X, W)
+
+
 @pytest.mark.parametrize("level", ["batch", "topology"])
 def test_a_factor_of_a_transposed_product_on_automatic_axes(level, mesh_of):
     def scaled(x, w):
