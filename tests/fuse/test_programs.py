@@ -136,6 +136,21 @@ def test_a_rounding_inside_a_pattern_is_kept(mesh_of):
         np.testing.assert_allclose(jaxmp.fuse(model)(x, w), model(x, w), rtol=1e-6, atol=1e-6)
 
 
+def test_a_relu_with_a_rule_of_its_own_keeps_it():
+    through = jax.custom_jvp(jax.jit(lambda x: jnp.maximum(x, 0)))
+    through.defjvp(lambda primals, tangents: (through(*primals), tangents[0]))
+
+    def loss(w):
+        return jnp.sum(through(X @ w))
+
+    np.testing.assert_array_equal(jax.grad(jaxmp.fuse(loss))(W), jax.grad(loss)(W))
+
+
+def test_no_tracer_leaks():
+    with jax.checking_leaks():
+        jax.jit(jaxmp.fuse(layer))(X, W)
+
+
 @pytest.mark.parametrize("level", ["batch", "topology"])
 def test_a_factor_of_a_transposed_product_on_automatic_axes(level, mesh_of):
     def scaled(x, w):

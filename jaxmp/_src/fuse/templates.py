@@ -135,9 +135,21 @@ def _is_same(eqn: Any, wanted: Any, known: dict[Any, Any], made_by: Producer) ->
         return False
     if len(eqn.outvars) != len(wanted.outvars):
         return False
+    if eqn.primitive.name == "custom_jvp_call" and not _same_jaxpr(_derivative(eqn), _derivative(wanted)):
+        return False
     return _are_operands(eqn.invars, wanted.invars, known, made_by) or (
         eqn.primitive.name in _COMMUTE and _are_operands(eqn.invars, wanted.invars[::-1], known, made_by)
     )
+
+
+def _derivative(eqn: Any) -> jax_tracing.Jaxpr:
+    """Returns the jaxpr of an equation's tangents alone."""
+
+    def tangents(*xs: Any) -> list[Any]:
+        given = xs[: len(eqn.invars)], xs[len(eqn.invars) :]
+        return list(jax.jvp(lambda *xs: jax_tracing.evaluate(eqn, xs), *given)[1])
+
+    return jax_compat.without_dead_code(jax_tracing.trace(tangents, [v.aval for v in eqn.invars] * 2)[0])
 
 
 def _are_operands(haves: Sequence[Any], wants: Sequence[Any], known: dict[Any, Any], made_by: Producer) -> bool:
@@ -159,7 +171,8 @@ def _is_operand(have: Any, want: Any, known: dict[Any, Any], made_by: Producer) 
 
 
 def _same_params(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """True if the parameters of two equations are the same, without names, meshes and differentiation rules."""
+    """True if two equations of one primitive do the same. Names, contexts and differentiation rules do not count:
+    each equation has its own object of a rule (`_derivative`)."""
     if one is other or not (one or other):
         return True
     return one.keys() == other.keys() and all(_same_value(one[key], other[key]) for key in one if key not in _IGNORED)

@@ -136,6 +136,9 @@ def trace(
     return jaxpr, consts
 
 
+_ARRAY = object()  # stands for an array in the results of a traced function
+
+
 def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | _core.Tracer)
 
@@ -153,8 +156,9 @@ class Traced:
             given = iter(arrays)
             given_leaves = [next(given) if isinstance(x, jax.Array) else x for x in leaves]
             args, kwargs = jax.tree.unflatten(tree, given_leaves)
-            self._results, self._tree = jax.tree.flatten(fn(*args, **kwargs))
-            return [x for x in self._results if _is_array(x)]
+            results, self._tree = jax.tree.flatten(fn(*args, **kwargs))
+            self._results = [_ARRAY if _is_array(x) else x for x in results]  # no tracer: JAX would report a leak
+            return [x for x in results if _is_array(x)]
 
         info = _api_util.debug_info("fuse", fn, args, dict(kwargs))
         if info.arg_names is not None and len(info.arg_names) == len(leaves):
@@ -165,7 +169,7 @@ class Traced:
     def result(self, values: Sequence[Any]) -> Any:
         """Returns the result of `fn`, from the values that the jaxpr returns."""
         found = iter(array_of(v, {}) if is_literal(v) else x for v, x in zip(self.jaxpr.outvars, values, strict=True))
-        return jax.tree.unflatten(self._tree, [next(found) if _is_array(x) else x for x in self._results])
+        return jax.tree.unflatten(self._tree, [next(found) if x is _ARRAY else x for x in self._results])
 
 
 def is_untraced() -> bool:
