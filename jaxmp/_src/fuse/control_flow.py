@@ -65,9 +65,9 @@ class Functions:
 
 
 def has_products(eqn: Any, more: Collection[str] = ()) -> bool:
-    """True if the jaxprs in an equation contain a product, an operation with products in its derivative, an exchange of
-    rows, or a primitive of `more`. Always true for a custom VJP, because of its rules; false for functions of jaxmp.
-    The equation itself does not count."""
+    """True if the jaxprs in an equation contain a product, an operation with products in its derivative, a ragged
+    all-to-all, or a primitive of `more`. Always true for a custom VJP, because of its rules; false for functions of
+    jaxmp. The equation itself does not count."""
     if is_own_jit(eqn):
         return False
     return eqn.primitive.name == "custom_vjp_call" or any(

@@ -138,8 +138,9 @@ def out_sharding(aval: Any) -> P | None:
 
 
 def _general(product: Product, level: Level, x: jax.Array, y: jax.Array, options: dict[str, Any]) -> jax.Array:
-    """Multiplies operands of any form by `dot_general`. Under a global order it multiplies as matrices if there is no
-    batch; a batch has the level "batch", and raises NotAvailable if the contraction is sharded."""
+    """Returns x times y, operands of any form, by `dot_general`. Under a global order calls `_as_matrices`, which
+    may raise NotAvailable, if there is no batch. A batch then has the level "batch"; raises NotAvailable if explicit
+    axes shard its contraction. May remove `out_sharding` from `options`."""
     one, other = product.x, product.w
     if level.global_order:
         if not one.batch:
@@ -156,9 +157,9 @@ def _general(product: Product, level: Level, x: jax.Array, y: jax.Array, options
 
 
 def _as_matrices(one: Operand, x: jax.Array, other: Operand, y: jax.Array, options: dict[str, Any]) -> jax.Array:
-    """Returns x times y, multiplied as matrices (rows, k) and (k, columns) of their joined dimensions. Of several
-    dimensions of k only the first stays sharded, and the others are gathered, so that each rank has a contiguous piece
-    of k. Raises NotAvailable if any but the first of joined rows or columns is sharded. Pops `out_sharding`."""
+    """Returns x times y in the shape of `dot_general`, multiplied as matrices (rows, k) and (k, columns) of joined
+    dimensions. Gathers all dimensions of k except the first, so that each rank has a contiguous piece of k. Raises
+    NotAvailable if any but the first of joined rows or columns is sharded. Removes `out_sharding` from `options`."""
     x, y = _gathered(x, one.contract[1:]), _gathered(y, other.contract[1:])
     shape = tuple(x.shape[d] for d in one.free) + tuple(y.shape[d] for d in other.free)
     a, b = _joined(x, one.free, one.contract), _joined(y, other.contract, other.free)

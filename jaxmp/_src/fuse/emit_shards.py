@@ -1,7 +1,8 @@
 """Emits products that ranks of a named axis share, inside shard_map, as calls of jaxmp.
 
-Dimensions fold into rows, columns and k of matrices. Let g be the gathered operand and o the other one. If
-several of these calls can do the gather, the call that copies the fewest elements is taken:
+Dimensions fold into rows, columns and k of matrices. Let g be the gathered operand and o the other one. A grid is a
+`block_matmul` on a grid of ranks. A result (of o, of g) has the free dimensions of o first. If several of these calls
+can do the gather, the call that copies the fewest elements is taken:
 
     g gathered along stored rows, o stored (rows, k)        grid of one column, g is its b: result (of o, of g)
     g gathered along stored columns, o stored (k, columns)  grid of one row, g is its a: result (of g, of o)
@@ -54,8 +55,9 @@ class _Matrix:
         return dataclasses.replace(self, folded=self.folded.T, has_rows_first=not self.has_rows_first)
 
     def along(self, dimension: int) -> _Matrix:
-        """Returns the operand folded so that the free `dimension` is its rows, and free dimensions before it lead as a
-        batch. Returns itself if `dimension` is the first free one or contracted."""
+        """Returns the operand folded so that `dimension`, the last free one of several, is its rows, and the other free
+        dimensions lead as a batch. Returns itself if `dimension` is the first free one or contracted. Any other
+        `dimension` is an error that is not checked (`Operand.folds`)."""
         free = self.operand.free
         if dimension == free[0] or dimension not in free:
             return self
@@ -75,7 +77,8 @@ class _Way:
     copied: int = 0
 
     def __call__(self, c: jax.Array | None = None, **options: Any) -> Any:
-        """Returns the result of the call, still folded. `c`: an addend in the shape of the product's result."""
+        """Returns the result of the call, still folded: d, or (d, other results by name) if the epilog has some. `c`:
+        an addend in the shape of the product's result."""
         a, b = self.a.folded, self.b.folded
         if c is not None and a.ndim == 2:
             c = c.reshape(math.prod(c.shape[:-1]), c.shape[-1])

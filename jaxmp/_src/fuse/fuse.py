@@ -51,14 +51,14 @@ def fuse(
       determinism, implementation: as in `jaxmp.matmul`, for every product of `fn`; under a level also for its sums,
         which become products with ones, and its elementwise operations.
       epilogs: whether calls also do biases, activations, additions and scalar factors.
-      strict: whether a product or a sum that does not keep the level of `determinism` is an error. If False, JAX
-        computes it, and a warning names its line and the reason.
+      strict: whether a product, sum or elementwise operation that does not keep the level of `determinism` is an error.
+        If False, JAX computes it, and a warning names its line and the reason.
 
     Returns:
       A function with the signature, results, types and shardings of `fn`.
 
-    Raises: TypeError if `fn` is no function; ValueError for an unknown option; NotImplementedError, with the line of
-      each, for products and sums that do not keep the level; and what `fn` raises.
+    Raises: TypeError if `fn` is no function or a flag is no bool; ValueError for an unknown option. The function raises
+      NotImplementedError, with the line of each, for operations that do not keep the level; and what `fn` raises.
 
     >>> import jax, jax.numpy as jnp, jaxmp
     >>> def layer(x, w):
@@ -87,7 +87,8 @@ def fuse(
 def _with_state(
     nnx: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
 ) -> Any:
-    """Calls `evaluated`, also for arguments and results with objects of Flax NNX, which change in place.
+    """Returns what `evaluated` does, also for arguments and results with objects of Flax NNX, which change in place.
+    Flax's errors about an object of another trace get a note with the remedy.
 
     Flax splits these objects into pytrees before the trace, merges new objects inside it, and updates the caller's
     objects after it. An argument that `fn` does not change is not updated: its objects may belong to another trace, as

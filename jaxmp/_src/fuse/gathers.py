@@ -200,7 +200,8 @@ def overlapping_machine(implementation: Implementation | None) -> Hardware | Non
 
 def _is_faster_in_calls(graph: Graph, i: int, dots: Sequence[int], implementation: Implementation | None) -> bool:
     """True if the products `dots` take less time when each call gathers `i` than after one gather, by the cost model.
-    Always True if calls read shards in place; False on other CPU devices, or for an unknown mesh or rate."""
+    Always True if calls read shards in place. Otherwise False on other devices than GPUs, with XLA's implementation,
+    and for an unknown mesh or rate."""
     if reads_in_place(implementation):
         return True
     machine = overlapping_machine(implementation)

@@ -204,7 +204,8 @@ def _of_one(graph: Graph, eqn: Any) -> Sequence[Any] | None:
 
 
 def spliced(eqn: Any, program: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
-    """Returns equations that compute `eqn.outvars` by `program` from the variables `operands`, to replace `eqn`."""
+    """Returns equations that compute `eqn.outvars` by `program` from the variables `operands`, to replace `eqn`.
+    `program` may neither close over arrays nor return an argument or a literal; this is not checked."""
     with jax_tracing.traced_as(eqn):
         jaxpr, _ = jax_tracing.trace(program, [v.aval for v in operands])
     names = dict(zip((*jaxpr.invars, *jaxpr.outvars), (*operands, *eqn.outvars), strict=True))

@@ -46,8 +46,9 @@ def grouped(graph: Graph, options: Options) -> tuple[Graph, list[Group], dict[in
 
 
 def groups_of(graph: Graph, whole: Graph, options: Options) -> tuple[list[Group], dict[int, str]]:
-    """Returns (groups, by index why other `dot_general`s of `graph` are in none). `whole`: the same graph without a
-    barrier; pairs of gelu and its derivative are found there."""
+    """Returns (groups, by index why other `dot_general`s of `graph` are in none: keys of `reasons.REASONS`, or names
+    from `name_of`). Warns where jaxmp fails, and finds less there. `whole`: the same graph without a barrier; pairs of
+    gelu and its derivative are found there."""
     dots = [i for i, eqn in enumerate(graph.equations) if eqn.primitive.name == "dot_general"]
     if not dots:
         return [], {}
@@ -139,9 +140,10 @@ def _pair(
 
 
 def _why_left(product: Product, options: Options) -> str | None:
-    """Returns why JAX computes a product (a key of REASONS), or None if it becomes a call. "type": integers other than
-    int8. Otherwise it becomes a call at a level, if ranks communicate and, without a batch, on automatic axes, with
-    relu or gelu, or where XLA is slower. "batch", "local": all others, with a batch and without."""
+    """Returns why JAX computes a product (a key of REASONS), or None if it becomes a call. "type": no operand is
+    inexact, and not both are int8. Every other product becomes a call at a level, or if ranks communicate. Without a
+    batch it also becomes a call on automatic axes, with relu or gelu, or where XLA is slower. "batch", "local": the
+    rest, with and without a batch."""
     dtypes = product.lhs.dtype, product.rhs.dtype
     is_int8 = set(dtypes) == {np.dtype("int8")}
     if not is_int8 and not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):

@@ -19,7 +19,8 @@ from jaxmp._src.platform.jax_internals import jax_tracing
 
 def find_layers(graph: Graph, products: Sequence[Product], options: Options) -> list[Group]:
     """Returns a group of each two products with relu or gelu between them and, without a level, of each gated layer
-    (with any activation). Nothing else may read the hidden layer, and it may not be resharded."""
+    (with any activation). Nothing else may read the hidden layer, and it may not be resharded. The last product has no
+    activation; an addition after it stays outside the group."""
     by_result = {product.result: product for product in products if product.c is None}
     groups = []
     for product in products:

@@ -2,7 +2,8 @@
 
 JAX stacks what the derivative of an activation needs: for gelu three or four arrays. Both bodies are joined to one
 graph, so that the second body reads the values of the first. This graph shows a product with its activation, and the
-product followed by the derivative. The first scan then stacks the aux of its epilog, and the second scan reads it.
+product followed by the derivative. The first scan then stacks the aux of its epilog (gelu's argument), and the second
+scan reads it.
 """
 
 from __future__ import annotations
@@ -198,8 +199,8 @@ def _renamed(eqn: Any, names: dict[Any, Any]) -> Any:
 
 
 def _constants(graph: Graph, scan: _Scan) -> dict[Any, Any]:
-    """Returns, by the body's variable, the equations before a scan that make its fixed operands from literals alone
-    (broadcasts and reshards). JAX moves these equations there, out of derivatives of activations."""
+    """Returns, by the body's variable, the equation before a scan that makes a fixed operand from literals alone (a
+    broadcast or a reshard). JAX moves these equations there, out of derivatives of activations."""
     found = {}
     for outside, inside in zip(scan.eqn.invars[: scan.nfixed], scan.body.invars, strict=False):
         eqn = graph.made_by(outside)

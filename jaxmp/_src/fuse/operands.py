@@ -97,9 +97,9 @@ def operand_of(
     over_pvary: bool = True,
 ) -> Operand:
     """Returns the operand of a product that reads `v` with these dimension numbers. Goes back from `v` over what a call
-    does: transposes, conjugations, pvary if `over_pvary` (the call's gradient does its transpose, a sum), and one
-    gather of the indices `gathers`, with casts and pvary after it. Other casts stay outside the operand. If `gathers`
-    is empty, goes only over values that nothing else reads."""
+    does: transposes that keep the order of free dimensions, conjugations, pvary if `over_pvary` (the call's gradient
+    does its transpose, a sum), and, at the indices `gathers`, reshards or one all_gather, with one cast and pvary after
+    them. Other casts stay outside the operand. If `gathers` is empty, goes only over values that nothing else reads."""
     now = best = Operand(v, v.aval.dtype, tuple(contract), tuple(batch))
     while (eqn := graph.made_by(now.value)) is not None and not all(map(jax_tracing.is_literal, eqn.invars[:1])):
         i, name = graph.producer[now.value], eqn.primitive.name

@@ -203,8 +203,9 @@ def _with_transpose(graph: Graph, product: Product) -> Product:
 
 
 def _with_collective(graph: Graph, product: Product, *, manual: bool, factors: bool) -> Product:
-    """Takes in a reshard on explicit axes or, if `manual`, a sum over ranks; with `factors`, also the factors before
-    it."""
+    """Takes in a reshard on explicit axes or, if `manual`, a sum over ranks (psum or reduce_scatter); with `factors`,
+    also the factors before the sum. Takes in no sum if the product has an all_gather or operands that are not
+    `is_flat`, and no factors without a sum."""
     if not manual:
         found = _next(graph, product, "reshard")
         if found is None or not is_explicit(product.result.aval) or not is_explicit(found[1].outvars[0].aval):
@@ -225,8 +226,8 @@ def _with_collective(graph: Graph, product: Product, *, manual: bool, factors: b
 def _with_factors(graph: Graph, product: Product) -> Product:
     """Takes in negations, and literal numbers (not 0 or infinity) that multiply or divide a product of floating point,
     as alpha. The call multiplies its sums in the accumulator's type, which overflows and underflows less than 16 bits.
-    A divisor that is not a power of 2 becomes one of `divisors`, which divide the call's result, because multiplication
-    by its reciprocal would give other bits. In a result of 16 bits or fewer it is part of alpha too."""
+    A divisor that is not a power of 2 becomes one of `divisors` instead, which divide the call's result, because
+    multiplication by its reciprocal would give other bits. Results of 16 bits or fewer have no divisors, only alpha."""
     while jnp.issubdtype(product.dtype, jnp.floating) and (i := graph.only_reader(product.result)) is not None:
         eqn = graph.equations[i]
         name, others = eqn.primitive.name, [v for v in eqn.invars if v is not product.result]
@@ -300,7 +301,7 @@ def _with_scales(graph: Graph, product: Product) -> Product:
 
 
 def _with_alpha(graph: Graph, product: Product) -> Product:
-    """Takes in the multiplication by a literal number, not 0 or infinity, as alpha."""
+    """Takes in one multiplication by a literal number, not 0 or infinity, as alpha, times any alpha before."""
     found = _next(graph, product, "mul")
     if found is None:
         return product
@@ -329,7 +330,7 @@ def _with_bias(graph: Graph, product: Product) -> Product:
 
 def _broadcast_vector(graph: Graph, v: Any, columns: int) -> tuple[Any, tuple[int, ...]] | None:
     """Returns (the vector of `columns` numbers that is each row of `v`, the indices of the equations that repeat it),
-    or None if the rows are not one repeated vector."""
+    or None if the rows are not one repeated vector, or if no equation repeats it."""
     equations: tuple[int, ...] = ()
     while (eqn := graph.made_by(v)) is not None and eqn.invars and not jax_tracing.is_literal(eqn.invars[0]):
         name, (x, *rest) = eqn.primitive.name, eqn.invars

@@ -72,7 +72,7 @@ def name_of_refusal(error: Exception) -> str:
 
 def safely(equations: Sequence[Any], analyze: Callable[[], Result]) -> Result | None:
     """Returns the result of `analyze`, an analysis of equations. If it fails by a refusal or a fault of jaxmp, warns
-    and returns None; raises errors of a run (`check_is_fault`)."""
+    and returns None, even if the equations have effects. Raises errors of a run (`check_is_fault`)."""
     try:
         return analyze()
     except Exception as error:

@@ -39,7 +39,7 @@ class Rewriter:
     def results(self, graph: Graph, known: dict[Any, Any]) -> list[Any]:
         """Returns the results of a graph. `known`: the values of its arguments and constants. Equations that nothing
         reads run too. After the outermost graph, raises NotImplementedError if `strict` and any product, sum or
-        elementwise operation does not keep the level. Under a global order warns of operations in `held.PARTED`."""
+        elementwise operation does not keep the level. Under a global order warns of operations with a `held.remedy`."""
         values, results = dict(known), graph.results
         graph = Graph(graph.equations, [*results, *graph.unread()])
         self._depth += 1
@@ -96,7 +96,7 @@ class Rewriter:
     def _is_plain(self, graph: Graph, step: int | Group) -> bool:
         """True if JAX can evaluate a step as it is. False for groups, products, operations with products in their
         derivatives, narrow gathers, equations with jaxprs or effects, and at a level for equations that `held.is_held`
-        and sums over devices (`held.parts`)."""
+        or that have a `held.remedy`."""
         eqn = None if isinstance(step, Group) else graph.equations[step]
         if eqn is None or eqn.primitive.name in (*PRODUCTS, *DERIVED) or not jax_tracing.is_plain(eqn):
             return False
@@ -137,9 +137,9 @@ class Rewriter:
         self._run(graph, steps, dict.fromkeys(group.equations, why), values)
 
     def _why_not(self, eqn: Any, error: Exception, *, is_lost: bool = True) -> str:
-        """Returns the name of the reason why JAX gets an equation after `error`: a refusal's text, or "failed" for a
-        fault of jaxmp. At a level, notes that the equation's products are lost, if `is_lost`. Warns of a fault without
-        such a note. Raises an error of a run (`check_is_fault`)."""
+        """Returns the name of the reason why JAX gets an equation after `error`: `name_of_refusal(error)`, or "failed"
+        for a fault of jaxmp. At a level, notes that the equation's products are lost, if `is_lost`. Warns of a fault
+        without such a note. Raises an error of a run (`check_is_fault`)."""
         check_is_fault(error, [eqn])
         if isinstance(error, Refusal):
             if is_lost:

@@ -52,8 +52,8 @@ def call(eqn: Any, options: Options, operands: Sequence[jax.Array]) -> list[jax.
 
 
 def _scaled(mode: str, request: Any, *operands: jax.Array) -> jax.Array:
-    """Pads the operands to tiles, multiplies each element of the batch by a scaled product, and cuts off the padding.
-    `request`: makes the Request of one product."""
+    """Returns the result from `operands` (a, b, scale_a, scale_b): one scaled product for each element of the batch,
+    without the padding to tiles. `mode`: VEC16 or VEC32. `request`: makes a Request from a, b and `scaling`."""
     k, size = (64 if mode == low_precision.VEC16 else 128), low_precision.BLOCK[mode]
     units = (128, k), (128, k), (128, k // size), (128, k // size)
     d = _each(
@@ -89,7 +89,7 @@ def _mode(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) ->
 
 
 def _padded(x: jax.Array, units: tuple[int, int]) -> jax.Array:
-    """Returns x with its last two dimensions padded with zeros to multiples of `units`."""
+    """Returns x (batch, rows, columns) with rows and columns padded with zero bits to multiples of `units`."""
     pads = tuple(-extent % unit for extent, unit in zip(x.shape[1:], units, strict=True))
     if pads == (0, 0):
         return x

@@ -111,9 +111,9 @@ def of_sums(scale: Any) -> jax.Array:
 
 
 def summable(x: jax.Array, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
-    """Returns (x times powers of two, the inverse powers with extent 1 along `dims`). There is one power for each sum
-    along `dims`, by its largest number: 2**-64 above 2**63, 2**32 below 2**-96, else 1. It keeps sums of narrow numbers
-    in float32's range. A float16 x is returned unchanged, with ones."""
+    """Returns (x times powers of two, the inverse powers in float32, with extent 1 along `dims`). Each sum along `dims`
+    has one power, by its largest number: 2**-64 above 2**63, 2**32 below 2**-96, else 1. The powers keep sums of narrow
+    numbers in float32's range. A float16 x is returned unchanged, with ones."""
     if x.dtype == np.float16:
         return x, jnp.ones([1 if i in dims else n for i, n in enumerate(x.shape)], jnp.float32)
     most = jnp.max(jnp.abs(lax.stop_gradient(x)), dims, keepdims=True, initial=0)
@@ -132,7 +132,8 @@ def centred(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def repeated(graph: Graph, v: Any, parts: Parts, dims: Any) -> tuple[Any, Any]:
     """Returns (the array that `v` repeats, the parts of its dimensions), through broadcasts and reshapes of broadcasts;
-    `v` itself if it repeats none. `dims`: the parts of v's dimensions. A dimension of extent 1 has no parts."""
+    `v` itself if it repeats none. `dims`: the parts of v's dimensions. A dimension of extent 1 has no parts. May cut
+    `parts`."""
 
     def varying(v: Any, dims: Any) -> Any:
         return tuple(dim if extent > 1 else () for dim, extent in zip(dims, v.aval.shape, strict=True))

@@ -80,8 +80,9 @@ def find_cotangent(graph: Graph, function: Function, match: Match, cotangents: f
 
 @jax_compat.cache_in_context(1024)
 def flat(function: Function, avals: tuple[Any, ...]) -> jax_compat.Jaxpr | None:
-    """Returns a function's jaxpr for arguments of these types, without dead code, traced once. Returns None if the
-    function does not take them (TypeError, ValueError) or its jaxpr has constants."""
+    """Returns a function's jaxpr for arguments of these types, traced once, without dead code and unused arguments.
+    Calls in the function stay calls. Returns None if the function does not take these types (TypeError, ValueError) or
+    its jaxpr has constants."""
     try:
         jaxpr, consts = jax_tracing.trace(lambda *xs: [function(*xs)], avals)
     except (TypeError, ValueError):  # from JAX: a type that the function does not take
@@ -130,7 +131,8 @@ Producer = Callable[[Any], Any]
 
 
 def _is_same(eqn: Any, wanted: Any, known: dict[Any, Any], made_by: Producer) -> bool:
-    """True if `eqn` has the primitive, parameters and operands of `wanted`; `known`: values of the template."""
+    """True if `eqn` has the primitive, parameters and operands of `wanted`, for `_COMMUTE` in either order. `known`:
+    for each variable of the template the graph's value, a set of values or a `_Constant`."""
     if eqn.primitive is not wanted.primitive or not _same_params(eqn.params, wanted.params):
         return False
     if len(eqn.outvars) != len(wanted.outvars):
@@ -157,7 +159,9 @@ def _are_operands(haves: Sequence[Any], wants: Sequence[Any], known: dict[Any, A
 
 
 def _is_operand(have: Any, want: Any, known: dict[Any, Any], made_by: Producer) -> bool:
-    """True if `have` is a literal of the type and value of `want`, or the value that `known` has for `want`."""
+    """True if `have` is a literal of the type and value of `want`, or the value that `known` has for `want`. If `known`
+    has a set of values, `have` must be in the set. If it has a `_Constant`, `made_by(have)` must be an equal equation.
+    """
     if jax_tracing.is_literal(want):
         return (
             jax_tracing.is_literal(have) and have.aval.dtype == want.aval.dtype and np.array_equal(have.val, want.val)
@@ -188,7 +192,8 @@ def _same_value(one: Any, other: Any) -> bool:
 
 
 def _same_jaxpr(one: Any, other: Any) -> bool:
-    """True if two jaxprs without constants have equal equations in the same order; names of variables do not count."""
+    """True if two jaxprs have equal input types, equations in the same order, and results. Names of variables do not
+    count. False if one has constants."""
     (a, a_consts), (b, b_consts) = jax_tracing.open_jaxpr(one), jax_tracing.open_jaxpr(other)
     numbers = [(len(each.eqns), len(each.outvars), [v.aval for v in each.invars]) for each in (a, b)]
     if a_consts or b_consts or numbers[0] != numbers[1]:

@@ -2,10 +2,10 @@
 
     x @ (q.astype(x.dtype) * s)   becomes   (x @ q) * s
 
-A wide type represents every narrow number, so the sums are the same as with decoded weights. A scale of columns or of
-the tensor multiplies the sums, in float32, instead of each weight. A scale along the contraction multiplies the other
-operand. float32 is wide enough for all products with float16 numbers. For other types, rows of the other operand near
-an end of the range are first multiplied by a power of two, and their sums are divided by it.
+A wide type (`WIDE`) represents every narrow number (`NARROW`), so the sums are the same as with decoded weights. A
+scale of columns or of the tensor multiplies the sums, in float32, instead of each weight. A scale along the contraction
+multiplies the other operand. float32 is wide enough for all products with float16 numbers. For other types, rows of the
+other operand near an end of the range are first multiplied by a power of two, and their sums are divided by it.
 
 A scale for each block of k multiplies the sums over its block. Each block becomes a group of rows with its own weights,
 and the results of the groups are added. With many rows the results of the groups would take more bytes than the decoded
@@ -79,7 +79,7 @@ class Weights:
 
 def with_narrow_weights(graph: Graph, options: Options) -> Graph:
     """Returns the graph with gathers and products that read narrow weights as stored, without equations that are then
-    not needed. Returns `graph` itself if it has no such weights."""
+    not needed. Returns `graph` itself if no gather or product changes."""
     opened = each_in_place(graph, _of_decoder)
     moved = each_in_place(opened, functools.partial(_of_gather, opened))
     rules = {"dot_general": _of_narrow, "ragged_dot_general": _of_groups}
@@ -139,7 +139,8 @@ def _of_gather(graph: Graph, eqn: Any) -> Sequence[Any] | None:
 
 def _is_whole(graph: Graph, scale: Scale, eqn: Any) -> bool:
     """True if each rank holds all that it needs of a scale after a gather. At a reshard the scale has to be sharded
-    like the result. At an all-gather it may not vary along the gathered dimension or, by its type, between ranks."""
+    like the result. At an all-gather it may not vary along the gathered dimension or, by its type, between ranks. Under
+    check_vma=False types do not tell, so then an all-gather needs a literal scale."""
     if eqn.primitive.name == "reshard":
         return scale.is_sharded_as(eqn.outvars[0].aval)
     v = scale.value
@@ -155,7 +156,7 @@ def _of_narrow(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
     narrow. Returns None without narrow weights, with a batch, weak types or types not in `WIDE`, and if one scale
     varies along k and along columns. With scales returns None also if only a collective reads the result, if not
     `_are_rows_known`, or if a scale is not sharded like what it multiplies. With scales of blocks returns `_of_blocks`,
-    at a level None."""
+    or None if the level has a fixed order of sums."""
     (contract, batch), out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     dtypes = [v.aval.dtype.name for v in eqn.invars]
     # A call of two types gives a weakly typed operand a weakly typed cotangent, but JAX's product does not.
@@ -280,8 +281,10 @@ def _of_blocks(eqn: Any, side: int, weights: Weights) -> Sequence[Any] | None:
 
 def _of_groups(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None:
     """Returns equations that compute a `lax.ragged_dot` from narrow matrices. Returns None without narrow matrices, for
-    weak types, if XLA would multiply, and if shardings do not fit. With scales returns None unless `_are_rows_known`.
-    For scales of blocks of k returns None at a level, with many rows, or if the blocks are not contiguous."""
+    weak types or types not in `WIDE`, for other dimension numbers, if XLA would multiply, and if shardings do not fit.
+    With scales returns None unless `_are_rows_known`. With scales of blocks of k returns None if the level has a fixed
+    order of sums, if the blocks are not contiguous, and if rows times blocks are more than a quarter of k times the
+    number of matrices."""
     (x, w, sizes), out = eqn.invars, eqn.outvars[0].aval
     is_left = eqn.params["ragged_dot_dimension_numbers"] != MATRICES or any(v.aval.weak_type for v in (x, w))
     dtypes = {v.dtype.name for v in (x.aval, w.aval, out)}

@@ -28,8 +28,8 @@ from jaxmp._src.platform.runtime.config import config, is_open_mpi_4, launcher
 
 
 def check_arguments(coordinator_address: object, num_processes: Any, process_id: Any) -> None:
-    """Raises ValueError unless all three arguments of `initialize` are None or all are valid; TypeError if a number is
-    no int."""
+    """Raises ValueError unless all three arguments of `initialize` are None, or the address is "host:port" with a port
+    from 1 to 65535 and 0 <= process_id < num_processes. Raises TypeError if a number is no int, or a bool."""
     given = {
         "coordinator_address": coordinator_address,
         "num_processes": num_processes,
@@ -230,8 +230,9 @@ def _check_file_limit() -> None:
 
 def _shared_processes(client: Any, key: str, machine: str, process: int, milliseconds: int) -> frozenset[int]:
     """Returns the processes of this machine, container and user, which share memory, once each has opened all arenas.
-    This process is one of them. Returns none if any process of the machine failed to share or open memory, or if
-    `machine` (from `_share_arena`) is "". The machine's first process logs a warning if some do not share."""
+    This process is one of them. Returns an empty set if any process of the machine failed to share or open memory, or
+    if `machine` (from `_share_arena`) is "". Waits for all processes of the job in each case; JAX raises an error after
+    `milliseconds`. The machine's first process logs a warning if some do not share."""
     published: dict[int, list[str]] = {}
     if machine:
         found = client.key_value_dir_get(f"{key}memory/{machine}/")
@@ -267,7 +268,8 @@ def bind_address(host: str, port: int) -> str | None:
     """Returns where rank 0's coordination service listens: "address:port", at which others reach `host`.
 
     Returns None, JAX's default of all addresses, if `host` is another name than localhost, but means a loopback address
-    here. Raises RuntimeError if the address cannot be used, because JAX's service would crash.
+    here. Raises RuntimeError if the address cannot be used, because JAX's service would crash, and ValueError if
+    the name is unknown.
     """
     own = route_to(host)
     try:

@@ -106,7 +106,7 @@ class Peers:
         return f"rank {missing[0]} does not answer" if missing else ""
 
     def close(self) -> None:
-        """Stops listening, and ends handshakes under way; connections that were handed on stay open."""
+        """Stops listening, and ends accepted connections that have not proved themselves; all others stay open."""
         with self._changed:
             self._is_open = False
             pending = list(self._handshakes)
@@ -165,7 +165,8 @@ class Peers:
             self._reach(peer)  # it may have ended
 
     def _count_stranger(self, connection: socket.socket, error: OSError) -> None:
-        """Counts a failed handshake, unless `close` ended it. Warns of the 1st, 10th, 100th, ... one."""
+        """Counts a failed handshake, unless `close` ended it. Warns of the 1st, 10th, 100th, ... one. Leaves
+        `connection` open, but removes it from the handshakes under way."""
         with self._changed:
             self._handshakes.pop(connection, None)
             if not self._is_open:

@@ -90,11 +90,11 @@ def troubles() -> Iterator[tuple[str, float]]:
 
 
 def guard_main_thread(process: int, timeout: float, is_member: Callable[[], bool]) -> None:
-    """Ends the process, with the reason, if its main thread waits for JAX because of a peer. Runs on a thread of its
-    own while `is_member()`; it also gives unused memory back. The main thread must have stood at one instruction for
-    longer than `timeout`, and so must a trouble (`troubles`) or the barrier's failure; a failure that no call reports,
-    only for `_SETTLES`. No exception can be raised into such a wait: for rank 0's store while JAX starts or XLA opens a
-    transport, or inside a collective of XLA."""
+    """Ends the process, with the reason, if its main thread waits for JAX because of a peer. Blocks while
+    `is_member()`, so the caller needs another thread for it. Also gives unused memory back. The main thread must have
+    stood at one instruction for longer than `timeout`, and a trouble (`troubles`) or the barrier's failure must have
+    lasted as long. Both times are `_SETTLES` for a failure that no call reports. No exception can be raised into such a
+    wait: for rank 0's store while JAX starts or XLA opens a transport, or inside a collective of XLA."""
     main, limit = threading.main_thread().ident, timeout + _SETTLES
     place, since, failed = None, 0.0, 0.0
     while is_member():

@@ -128,7 +128,8 @@ def best_chunks(
     both. A product is cut only if that saves more than a tenth.
 
     Args:
-      flops, nbytes: operations of one device in the type `kind`, and bytes that it copies because of chunks.
+      flops, nbytes: operations of one device in the type `kind` (ValueError if it is not in `Hardware.rates`), and
+        bytes that it copies because of chunks.
       transfers: the transfers that it receives.
       ndevices: the number of devices that share a processor and a link.
       sums: bytes of each buffer of the whole product's sums.
@@ -156,9 +157,10 @@ def _in_node(hardware: Hardware, transfer: Transfer) -> int:
 
 
 def _link_seconds(hardware: Hardware, transfer: Transfer, together: int) -> float:
-    """Returns the longer of two times: of a rank's link within its node, and of the network between nodes. Ranks of one
-    node receive the same data. It enters the node once, over the network of all ranks together, as in NCCL's rings and
-    trees. `together`: the number of devices that share one link."""
+    """Returns the longer of two times, without latencies: of a rank's link within its node, and of the network between
+    nodes. The transfer must have several ranks. Ranks of one node receive the same data. It enters the node once, over
+    the network of all ranks together, as in NCCL's rings and trees. `together`: the number of devices that share one
+    link."""
     members = _in_node(hardware, transfer)
     within = transfer.nbytes * together / hardware.link_bandwidth if members > 1 else 0.0
     from_outside = transfer.nbytes * (transfer.nranks - members) / (transfer.nranks - 1)
@@ -173,9 +175,10 @@ def _latency(hardware: Hardware, transfer: Transfer) -> float:
 
 
 def kind_of(dtype: str, compute: str = "") -> str:
-    """Returns the name of the rate (`hardware.RATES`) of a type under a cuBLAS compute type. "tf32" if `compute` is
+    """Returns the name of the rate (`hardware.RATES`) of a type under a cuBLAS compute type: "tf32" if `compute` is
     TF32, and "bfloat16" if it computes float32 in 16 bits. Otherwise the type itself, without its variant ("float8");
-    the real type of complex numbers; "int8" for bool and uint8; "float32" for other integers."""
+    the real type of complex numbers; "int8" for bool and uint8; "float32" for other integers. int2 and int4 are
+    returned as they are, without a rate."""
     if "TF32" in compute:
         return "tf32"
     if dtype in ("float32", "complex64") and compute.endswith(("FAST_16BF", "FAST_16F")):

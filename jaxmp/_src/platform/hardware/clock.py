@@ -19,11 +19,12 @@ def interleaved(
     clock: Callable[[], float] = time.perf_counter,
     turn: float = 1e-3,
 ) -> dict[str, float]:
-    """Returns seconds per call of each contender, the median of its rounds, after one call each that does not count.
-    Every turn lasts at least `turn` seconds, so that the clock and the dispatch matter little; with 0 it is one call,
-    on every process. The rounds last about `seconds` per contender; their number is limited by `rounds` (least, most).
-    The order rotates, because a contender that follows a large product has a cold cache. `clock`: may count the CPU
-    time of the process in all its threads, which other processes disturb less."""
+    """Returns seconds per call of each contender, the median of its rounds, after two calls each that do not count.
+    Every turn lasts at least `turn` seconds, so that the clock and the dispatch matter little; with 0 it is one call.
+    The rounds last about `seconds` per contender; their number is limited by `rounds` (least, most). Processes that
+    have to make equally many calls need turn=0 and equal limits. The order rotates, because a contender that follows a
+    large product has a cold cache. `clock`: may count the CPU time of the process in all its threads, which other
+    processes disturb less."""
     names = list(contenders)
     for name in names:
         wait(contenders[name]())

@@ -38,7 +38,8 @@ def processor() -> Processor:
 
 
 def parse(cpuinfo: str, name: str, cores: int) -> Processor:
-    """Returns a processor from the text of /proc/cpuinfo. `name` is used if the text has no name (aarch64)."""
+    """Returns a processor of `cores` cores, with name and instructions from the text of /proc/cpuinfo. `name` is used
+    if the text has no name (aarch64)."""
     fields: dict[str, str] = {}
     for line in cpuinfo.splitlines():
         key, colon, value = line.partition(":")
