@@ -113,12 +113,15 @@ def test_what_only_looks_like_a_pattern_keeps_its_value():
         z = x @ w
         return 0.5 * z * (1 + jnp.tanh(0.79 * (z + 0.05 * z**3)))
 
+    def loses_infinity(x, w):
+        return (1e38 * x) @ (1e38 * w) * 1e-30 * 1e-30
+
     def scatters_columns(x, w):
         return lax.psum_scatter(x @ w, "x", tiled=True, scatter_dimension=1)
 
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     specs = {"in_specs": (P(None, "x"), P("x", None)), "out_specs": P(None, "x")}
-    for model in (almost_relu, almost_gelu, jax.shard_map(scatters_columns, mesh=mesh, **specs)):
+    for model in (almost_relu, almost_gelu, loses_infinity, jax.shard_map(scatters_columns, mesh=mesh, **specs)):
         np.testing.assert_allclose(jaxmp.fuse(model)(X, W), model(X, W), rtol=1e-6, atol=1e-6)
 
 
@@ -196,6 +199,16 @@ def test_activations_are_found_by_their_primitive(dtype):
         jaxpr = templates.flat(activation.function, (z,))
         readers = {eqn.primitive.name for eqn in jaxpr.eqns if jaxpr.invars[0] in eqn.invars}
         assert activation.reader in readers, (activation.name, readers)
+
+
+def test_products_of_two_precisions_are_no_layers():
+    """The second product alone is left to JAX, which is as fast; layers have one precision."""
+
+    def model(x, w, precision):
+        return jnp.dot(jax.nn.relu(jnp.dot(x, w, precision=precision)), w)
+
+    models = [jaxmp.fuse(functools.partial(model, precision=each)) for each in (None, "highest")]
+    assert [jaxmp.explain(each, quiet=True)(X, W).left for each in models] == [0, 1]
 
 
 def test_of_two_products_that_are_added_one_takes_the_other():

@@ -19,10 +19,11 @@ from jaxmp._src.platform.jax_internals import jax_tracing
 
 def find_layers(graph: Graph, products: Sequence[Product], options: Options) -> list[Group]:
     """Returns a group of each two products with relu or gelu between them and, without a level, of each gated layer
-    (with any activation). Nothing else may read the hidden layer, and it may not be resharded. The last product has no
-    activation; an addition after it stays outside the group."""
+    (with any activation). The products have one precision. Nothing else may read the hidden layer, and it may not be
+    resharded. The last product has no activation; an addition after it stays outside the group."""
     by_result = {product.result: product for product in products if product.c is None}
     groups = []
+    layers: tuple[Product, ...]
     for product in products:
         down = product if product.c is None else product.before
         if down is None or not _is_layer(down) or down.activation:
@@ -32,9 +33,13 @@ def find_layers(graph: Graph, products: Sequence[Product], options: Options) -> 
             continue
         first = by_result.get(hidden)
         if first is not None and _is_layer(first) and first.activation in ("relu", "gelu"):
-            groups.append(_layers((first, down), frozenset(), options))
+            layers, between = (first, down), frozenset[int]()
         elif not options.level.fixed_order and (pair := _gated(graph, hidden, by_result)) is not None:
-            groups.append(_layers((*pair, down), frozenset((graph.producer[hidden],)), options))
+            layers, between = (*pair, down), frozenset((graph.producer[hidden],))
+        else:
+            continue
+        if all(each.precision == down.precision for each in layers):
+            groups.append(_layers(layers, between, options))
     return groups
 
 

@@ -128,7 +128,8 @@ def _pair(outer: Graph, forward: _Scan, backward: _Scan, plan: Plan) -> Pair | N
     first, second, reader = forward.body, backward.body, {backward.index}
     stacked = list(zip(forward.eqn.outvars, first.outvars, strict=True))[forward.ncarry :]
     variables = [(v, inside) for v, inside in stacked if not jax_tracing.is_literal(inside)]
-    read_there = {v: inside for v, inside in variables if set(outer.readers(v)) == reader}
+    whole_there = {v for v in backward.eqn.invars[: backward.xs.start] if not jax_tracing.is_literal(v)}
+    read_there = {v: inside for v, inside in variables if set(outer.readers(v)) == reader and v not in whole_there}
     xs = zip(backward.eqn.invars[backward.xs], second.invars[backward.xs], strict=True)
     links = {inside: read_there[v] for v, inside in xs if _of(v, read_there)}
     if not links or forward.eqn.params["length"] != backward.eqn.params["length"]:
@@ -143,7 +144,7 @@ def _pair(outer: Graph, forward: _Scan, backward: _Scan, plan: Plan) -> Pair | N
     equations += [*between, *(_renamed(eqn, names) for eqn in second.eqns)]
     results = [v if jax_tracing.is_literal(v) else names.get(v, v) for v in second.outvars]
     linked = set(links.values())
-    kept = [i for i, (v, inside) in enumerate(stacked) if not _of(inside, linked) or set(outer.readers(v)) - reader]
+    kept = [i for i, (v, inside) in enumerate(stacked) if v not in read_there or not _of(inside, linked)]
     own = [*first.outvars[: forward.ncarry], *(stacked[i][1] for i in kept)]
     whole = Graph(equations, [*own, *results])
     graph = Graph(whole.equations, whole.results, linked)

@@ -238,6 +238,8 @@ def _with_factors(graph: Graph, product: Product) -> Product:
             is_divisor = name == "div" and abs(math.frexp(number)[0]) != 0.5 and product.dtype.itemsize > 2
             factor = 1.0 if is_divisor else 1 / float(number) if name == "div" else float(number)
             alpha = factor * (1.0 if product.alpha is None else product.alpha)
+            if not _is_normal(alpha, product):
+                break
             product = _after(product, i, eqn, alpha=alpha, divisors=(*product.divisors, *[number] * is_divisor))
         else:
             break
@@ -306,9 +308,16 @@ def _with_alpha(graph: Graph, product: Product) -> Product:
     if found is None:
         return product
     scalars = [v for v in found[1].invars if jax_tracing.is_literal(v) and np.ndim(v.val) == 0]
-    scalars = [v for v in scalars if v.val and np.isfinite(v.val)]  # alpha cannot give the NaN of 0 * infinity
-    before = 1.0 if product.alpha is None else product.alpha
-    return _after(product, *found, alpha=before * float(scalars[0].val)) if len(scalars) == 1 else product
+    if len(scalars) != 1:
+        return product
+    alpha = float(scalars[0].val) * (1.0 if product.alpha is None else product.alpha)
+    return _after(product, *found, alpha=alpha) if _is_normal(alpha, product) else product
+
+
+def _is_normal(alpha: float, product: Product) -> bool:
+    """True if alpha is a normal number of the sums' type. Another alpha cannot give the NaN of 0 * infinity."""
+    limits = np.finfo(np.float64 if product.dtype.itemsize == 8 else np.float32)
+    return bool(limits.tiny <= abs(alpha) <= limits.max)
 
 
 def _with_bias(graph: Graph, product: Product) -> Product:

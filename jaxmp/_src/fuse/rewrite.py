@@ -195,7 +195,8 @@ class Rewriter:
             except Exception as error:
                 check_is_fault(error, [eqn])
                 why = "jaxmp refuses it" if isinstance(error, Refusal) else "jaxmp fails on it; please report it"
-                what = eqn.primitive.name if eqn.primitive.name in held.FENCED else "sum"
+                name = eqn.primitive.name
+                what = "sum" if name in ("reduce_sum", "cumsum", "scatter-add") else name
                 self._lose_one(what, eqn, why=f"{why}: {error}")
             return jax_tracing.evaluate(eqn, operands)
 

@@ -185,7 +185,8 @@ def advised(fn: Callable[..., Any], devices: int, hardware: Hardware, quiet: boo
             raise ValueError(f"advise: {name} has no product with a predicted time")
         # A second axis has to save a tenth, because predictions are no more exact.
         plans.sort(key=lambda x: (not x.fits, x.seconds * (1.1 if len(x.mesh) > 1 else 1), x.bytes_moved))
-        remarks = [f"left out: {plan}, which raises {str(x).strip().splitlines()[0]}" for plan, x in errors.items()]
+        lines = {plan: (str(error).strip() or type(error).__name__).splitlines()[0] for plan, error in errors.items()}
+        remarks = [f"left out: {plan}, which raises {line}" for plan, line in lines.items()]
         rates = {str(x) for x in dimensions.types.values() if kind_of(x.name) not in hardware.rates}
         remarks += [f"products of {dtype} have no rate on this machine, and no time here" for dtype in sorted(rates)]
         subject = f"{name} on {devices} devices of {hardware.name}"
