@@ -1,4 +1,4 @@
-"""The only user of `jax._src` and of tests of JAX's version, with the other `jax_*` modules of this package."""
+"""Uses `jax._src` and tests JAX's version, which only the `jax_*` modules of this package do."""
 
 from __future__ import annotations
 
@@ -89,9 +89,10 @@ def unreduced_axes(aval: Any) -> frozenset[str]:
 def with_shape(
     aval: jax.core.ShapedArray, shape: Sequence[int], dtype: DTypeLike, varying: Iterable[str], *others: Any
 ) -> jax.core.ShapedArray:
-    """Returns `aval` with another shape of the same rank and another dtype, varying over these axes, reduced over none.
-    Its type is not weak. It keeps its spec and gets the one mesh of `aval` and `others`, like the result of JAX's
-    products: an empty mesh if they have several, and the mesh being traced if they have none and it varies."""
+    """Returns `aval` with another shape of the same rank and another dtype. The result is not weak, varies over the
+    axes `varying`, is reduced over none, and is unreduced over the same axes as `aval`. It keeps the spec and gets the
+    one mesh of `aval` and of the types `others`, like the result of JAX's products: an empty mesh if they have several,
+    and the mesh being traced if they have none and the result varies."""
     vma = aval.manual_axis_type.update(varying=frozenset(varying), reduced=frozenset())
     meshes = {x.sharding.mesh for x in (aval, *others) if not x.sharding.mesh.empty}
     if not meshes and vma.varying:  # results of callbacks have no mesh
@@ -182,7 +183,7 @@ def under_known_flags(fn: F) -> F:
 
 def as_traced(rule: F) -> F:
     """Makes a rule, which JAX calls after tracing, run under the flags that jaxmp's code expects, and with 64-bit types
-    if an operand of the rule has 64 bits."""
+    if an argument of the rule has 64 bits, or a result of the equation that a lowering rule lowers."""
 
     @functools.wraps(rule)
     def run(*args: Any, **params: Any) -> Any:
@@ -274,7 +275,8 @@ def _user_place(traceback: Any) -> tuple[str, int] | None:
 
 
 def user_line() -> str:
-    """Returns the line of the user's program that is running, "train.py:41". Skips the same files as `traced_line`."""
+    """Returns the line of the user's program that is running, "train.py:41". Skips the same files as `traced_line`. If
+    only such files are running, returns the line of the outermost frame."""
     own = (PACKAGE, os.path.dirname(jax.__file__) + os.sep)
     frame = sys._getframe(1)
     while frame.f_back is not None and (
@@ -397,7 +399,8 @@ def uses_mutual_tls() -> bool:
 
 
 def forget_distributed() -> None:
-    """Lets a forked child end without JAX's part of the job, because its threads are in the parent."""
+    """Lets a forked child end without JAX's part of the job, because JAX's threads are in the parent. Drops JAX's exit
+    handler, client and service without destroying them, and keeps the objects of all modules alive."""
     atexit.unregister(_api.clean_up)
     state = _distributed.global_state
     kept: list[Any] = [state.preemption_sync_manager, state.client, state.service]

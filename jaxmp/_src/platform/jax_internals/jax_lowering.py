@@ -84,7 +84,8 @@ def check_exported_programs() -> None:
 
 
 def _in_one_process(rule: LoweringRule) -> LoweringRule:
-    """Wraps the lowering rule of exported programs so that it raises as `check_exported_programs` says."""
+    """Wraps the lowering rule of exported programs so that it raises NotImplementedError for calls that CPU devices
+    of several processes would share (`check_exported_programs`)."""
 
     @functools.wraps(rule)
     def lower(ctx: LoweringContext, *nodes: Any, exported: Any, **params: Any) -> Any:

@@ -89,7 +89,7 @@ def register_partitioner(
     """Makes XLA's partitioner ask `partition(text, operands, results)` about every custom call of `target` in any
     program of this process. GSPMD does not read sharding rules, so it first asks `propagated(text, operands)` for the
     shardings of results. The partitioner may ask on any thread, and about programs that this process has not traced. If
-    `propagated` raises, results count as replicated."""
+    `propagated` raises, results count as replicated. If `partition` raises, the compilation fails."""
 
     def ask(arg_shapes: Any, arg_shardings: Any, result_shape: Any, result_sharding: Any, text: bytes) -> Any:
         is_tuple = result_shape.is_tuple()

@@ -51,8 +51,8 @@ def register_nan_checks(primitives: Iterable[Primitive]) -> None:
 
 
 def register_checks(primitive: Primitive, are_wrong: Callable[..., jax.Array], message: str) -> None:
-    """Makes `checkify` report `message` for an equation of `primitive` if `are_wrong(*operands, **params)` is true.
-    Only if the user has asked for user checks. `message` shows the first operand as {}."""
+    """Makes `checkify` report `message` for an equation of `primitive` if the user has asked for user checks and
+    `are_wrong(*operands, **params)`, a scalar, is true. `message` shows the first operand as {}."""
 
     nahead = int(hasattr(_checkify, "CheckifyContext"))  # since JAX 0.12 rules have a context
     assert_func: Any = _checkify.assert_func
@@ -86,8 +86,9 @@ def jaxpr_on_axes(fn: Callable[..., Any], operands: Iterable[Any], axes: Iterabl
 
 
 def register_saved(primitives: Iterable[Primitive], ask: Callable[..., Any]) -> None:
-    """Makes `jax.checkpoint` call `ask(policy, primitive, *types, **params)` instead of its policy. Under jax_remat3,
-    which has rules, only for `primitives`, and only if it has a rule for shard_map (since JAX 0.11)."""
+    """Makes `jax.checkpoint` call `ask(policy, primitive, *types, **params)` instead of its policy. Without a policy
+    `ask` is not called, and nothing is saved. Under jax_remat3, which has rules by primitive, `ask` is called only for
+    `primitives`, and only if jax_remat3 has a rule for shard_map (since JAX 0.11)."""
     split = _pe.custom_partial_eval_rules[_ad_checkpoint.remat_p]
 
     def split_asking(*args: Any, policy: Any, **params: Any) -> Any:

@@ -91,8 +91,9 @@ def variables(eqn: _core.JaxprEqn) -> list[Any]:
 
 
 def inlined(jaxpr: Any, body_of: Callable[[_core.JaxprEqn], Any]) -> tuple[Jaxpr, dict[Any, Any]]:
-    """Returns (jaxpr with `body_of(eqn)`, a jaxpr, written out for each equation, also within bodies; values of its
-    constvars, also of what is written out). An equation stays as it is if `body_of` returns None."""
+    """Returns (`jaxpr` with each equation replaced by the equations of the jaxpr `body_of(eqn)`, and so on within them;
+    the value of each constant by its variable). An equation stays as it is if `body_of` returns None. The new jaxpr
+    has the inputs and constvars of `jaxpr`; only the dict has the constants of the other jaxprs."""
     opened, consts = open_jaxpr(jaxpr)
     constants, equations, new_variable = (
         dict(zip(opened.constvars, consts, strict=True)),
@@ -191,7 +192,8 @@ _as_equation: contextvars.ContextVar[_core.JaxprEqn | None] = contextvars.Contex
 
 
 def traced_as(eqn: _core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context that traces as `eqn` (`equation_in_place`): its line, name stack, mesh and 64-bit types."""
+    """Traces as `eqn` from now until the returned context is left: with the line, name stack and mesh of `eqn`, and
+    with 64-bit types if `eqn` has any. `equation_in_place` then returns `eqn`."""
     stack = contextlib.ExitStack()
     names = _source_info_util.current_name_stack() + eqn.source_info.name_stack
     stack.enter_context(_source_info_util.user_context(eqn.source_info.traceback, name_stack=names))
@@ -240,8 +242,9 @@ def is_plain(eqn: _core.JaxprEqn) -> bool:
 
 def evaluate_plain(equations: Sequence[_core.JaxprEqn], outputs: Sequence[Any], values: dict[Any, Any]) -> None:
     """Evaluates equations that are `is_plain` on `values`, and adds at least the results in `outputs` to `values`. If
-    the caller is being transformed, for example differentiated, they become one jitted function that equal equations
-    share, so that JAX differentiates it once, like functions of `jax.numpy`. Otherwise they run one by one."""
+    the caller is being transformed, for example differentiated, the equations become one jitted function that equal
+    equations share, so that JAX differentiates it once, like functions of `jax.numpy`. Each equation runs alone if a
+    parameter has no hash, or if the caller is only evaluated or traced to a jaxpr."""
     segment = _Segment(equations, outputs)
     is_not_transformed = isinstance(_core.trace_ctx.trace, (_core.EvalTrace, _pe.DynamicJaxprTrace))
     if is_not_transformed or not _is_hashable(segment):

@@ -93,7 +93,8 @@ def config() -> Config:
 
 
 def parse(environ: Mapping[str, str]) -> Config:
-    """Parses `environ`, with defaults for missing variables. Raises ValueError for an invalid value."""
+    """Parses `environ`, with defaults for missing variables. Raises ValueError for an invalid value, also for an empty
+    one if the default is not empty."""
 
     def read(name: str) -> str:
         return environ.get(name, VARIABLES[name][1]).strip()
@@ -162,7 +163,7 @@ def warn_of_unknown(stacklevel: int = 2) -> None:
 
 
 def parse_timeout(name: str, value: Any) -> float:
-    """Parses `value` as a positive number of seconds. Raises ValueError if it is not one."""
+    """Returns `value` as a float, in seconds. Raises ValueError about `name` unless it is positive and finite."""
     try:
         seconds = float(value)
     except (TypeError, ValueError):
@@ -173,7 +174,8 @@ def parse_timeout(name: str, value: Any) -> float:
 
 
 def launcher(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
-    """Returns ("mpi" or "slurm", number of processes) from a launcher's variables, else None; MPI comes first."""
+    """Returns ("mpi" or "slurm", number of processes, which may be 1) from a launcher's variables; MPI comes first.
+    Returns None if no launcher has set both a rank and a whole number of processes."""
     environ = os.environ if environ is None else environ
     for name, variables in _LAUNCHERS.items():
         for rank, size in variables:

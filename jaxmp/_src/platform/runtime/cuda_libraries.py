@@ -70,8 +70,9 @@ def majors() -> tuple[str, ...]:
 
 
 def _find_cublasmp(roots: Iterable[Path]) -> str:
-    """Returns the path in the wheel for JAX's CUDA version, or the soname without any wheel. Raises RuntimeError if
-    there is only a wheel for another version."""
+    """Returns the path in the wheel for JAX's CUDA version, or in any wheel if JAX has no CUDA plugin. Returns the
+    soname without any wheel. Raises RuntimeError if there is only a wheel for another version. `roots`: the folders
+    of `_wheel_roots`."""
     found = {major: _first_file(roots, folder, CUBLASMP) for major, folder in _FOLDERS.items()}
     for major in majors():
         if path := found[major]:

@@ -55,7 +55,8 @@ def register() -> None:
     call `jax.distributed.initialize` and similar functions first. If the process has CUDA devices, it opens cuBLASMp
     too; if that fails, the calls on these devices fail with the reason. A process without CUDA devices can compile
     programs for machines that have them. In a job, compiling an exported program then raises NotImplementedError if its
-    ranks share calls within one process, but its CPU devices belong to several.
+    ranks share calls within one process, but its CPU devices belong to several. Raises ImportError or ValueError if the
+    compiled extension cannot be loaded.
 
     >>> import jaxmp
     >>> jaxmp.register()
@@ -166,8 +167,9 @@ def cublasmp_log() -> list[str]:
 
 
 def describe_plan(attributes: Mapping[str, Any], library: str = "host") -> dict[str, Any]:
-    """Returns the plan of the call with these FFI attributes: nranks, algorithm, and for "host" kernel and workspace
-    bytes per rank.
+    """Returns the plan of the call with these FFI attributes on `library`, "host" or "cublasmp". The keys are
+    "library", "algorithm", "nranks", "kernel", and "device_workspace" and "host_workspace", lists of bytes per rank. On
+    "cublasmp", the kernel and the lists are empty. The plan cache keeps a plan of "host".
 
     Raises ValueError with the library's reason if it refuses the call.
     """
@@ -247,7 +249,9 @@ def kernel_of(dtype: str) -> str:
 
 
 def extension() -> Any:
-    """Returns the extension module; the first call loads, checks (ImportError) and configures it."""
+    """Returns the extension module; the first call loads and configures it. Raises ImportError if the extension is
+    missing or does not fit jaxmp or jaxlib, and as `_blas_path` does. Raises ValueError if the BLAS library cannot be
+    used, or if this processor lacks the instruction set of JAXMP_ISA."""
     global _loaded
     with _lock:
         if _loaded is None:
@@ -313,7 +317,8 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def _blas_path() -> str:
-    """Returns JAXMP_BLAS, else the library of scipy-openblas32; without that package another OpenBLAS. Raises
+    """Returns JAXMP_BLAS, else the path of the library of scipy-openblas32. Without that package, returns the path of
+    libopenblas.so.0 in the Python environment, or only this name if the environment has no such file. Raises
     ImportError if the package has no library."""
     if config().blas:
         return str(config().blas)

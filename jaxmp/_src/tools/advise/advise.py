@@ -141,8 +141,8 @@ def advise(
       the seconds, bytes and memory of the compiled program.
 
     Raises:
-      TypeError: an extent or a number of devices is no integer, or a type is given with a function.
-      ValueError: one is below 1, no sharding divides the extents, the function has no product, or the hardware is
+      TypeError: an extent or a number of devices is no integer, or k, n or a type is given with a function.
+      ValueError: one is below 1, no sharding divides the extents, the function has no product, the hardware is
         unknown, or the mesh that is set has another number of devices; and what the function raises.
 
     >>> import jax, jaxmp

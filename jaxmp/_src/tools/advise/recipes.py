@@ -50,10 +50,10 @@ def recipes(
     dimensions: Dimensions, types: Sequence[Any], nparameters: int, devices: int, mesh: Mesh
 ) -> Iterator[Recipe]:
     """Yields the recipes for a program on `mesh`: each of `RECIPES` on all axes together, and each of `PAIRS` with the
-    second recipe on the last axis, if there are several. If `mesh` is empty, on the axis "x" of `devices`, and the
-    pairs on "x" and "y". Leaves out repetitions, and recipes with a part that shards nothing. If none is left, yields
-    "whole", which shards nothing. `types`: of the program's arguments. `nparameters`: how many of them, from the first
-    on, are parameters; 0 if they are unknown."""
+    second recipe on the last axis, if there are several axes. If `mesh` is empty, yields each of `RECIPES` on an axis
+    "x" of `devices`, and each of `PAIRS` on axes "x" and "y" of each size of "y" in `_factors`. Leaves out repetitions,
+    and recipes for which `specs` is None. If none is left, yields "whole", which shards nothing. `types`: of the
+    program's arguments. `nparameters`: how many of them, from the first on, are parameters; 0 if they are unknown."""
     classes = _Classes(dimensions, types, nparameters)
     names, seen = tuple(name for name, _ in mesh), set[Any]()
     whole = mesh or (("x", devices),)
@@ -112,8 +112,8 @@ class _Classes:
         self, parts: Sequence[tuple[str, tuple[str, ...]]], sizes: dict[str, int]
     ) -> tuple[PartitionSpec, ...] | None:
         """Returns the sharding of each argument by `parts`, (recipe, mesh axes). None if some kind of dimension of a
-        part shards no argument. A kind shards the best dimension of each argument that the axes divide; "parameters"
-        comes last, and takes the largest one that is left. `sizes`: of mesh axes."""
+        part shards no argument, as on axes of size 1. A kind shards the best dimension of each argument that the axes
+        divide; "parameters" comes last, and takes the largest one that is left. `sizes`: of mesh axes."""
         axes = [(kind, names) for name, names in parts for kind in RECIPES[name]]
         placed = [list[tuple[str, ...]](() for _ in leaf.dims) for leaf in self._leaves]
         for kind, names in sorted(axes, key=lambda part: part[0] == "parameters"):  # of what others leave
@@ -151,7 +151,7 @@ def _batch(dims: Sequence[tuple[int, ...]], types: Sequence[Any], nparameters: i
     parameter has a dimension of such a class. All classes that it returns have one extent. If there are several
     extents, it takes the extent of the class that most arguments have, or else of the largest argument. If
     `nparameters` is 0, a class of the batch is in no other place than the first dimension; of several extents, it takes
-    the extent of the first array of integers (such as tokens), or else of the first argument. Empty if there is
+    the extent of the first array of signed integers (such as tokens), or else of the first argument. Empty if there is
     none."""
     others = {dim for each in dims[:nparameters] for dim in each}
     if not nparameters:

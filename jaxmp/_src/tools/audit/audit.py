@@ -100,9 +100,9 @@ def audit(
 def _of_arrays(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, is_of_processes: bool
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """Returns (`fn` as a function of a list of its arrays, that list). The function gets other arguments as they are
-    here, and returns None for results that are no arrays. Raises TypeError for tracers and shapes without values, and
-    ValueError for arrays that other processes hold a part of, unless `is_of_processes`."""
+    """Returns (`fn` as a function of a list of its arrays, this list as JAX arrays). The function gets other arguments
+    as they are here, and returns None for results that are no arrays. Raises TypeError for tracers and shapes without
+    values, and ValueError for arrays that other processes hold a part of, unless `is_of_processes`."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
     for leaf in (leaves[i] for i in places):

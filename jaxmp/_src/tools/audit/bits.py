@@ -80,8 +80,8 @@ def place(host: np.ndarray, sharding: Any) -> Any:
 
 
 def _with_dimensions(sharding: Any, ndim: int, leading: int) -> Any:
-    """Returns `sharding`, of `ndim` dimensions, for arrays with `leading` more, or fewer, dimensions in front. For
-    other shardings than of a mesh, returns the first of its devices."""
+    """Returns `sharding`, of `ndim` dimensions, for arrays with `leading` more, or fewer, dimensions in front. For a
+    sharding that is no NamedSharding, returns a sharding on its first device alone."""
     if not isinstance(sharding, NamedSharding):
         return jax.sharding.SingleDeviceSharding(min(sharding.device_set, key=lambda device: device.id))
     spec = sharding.spec

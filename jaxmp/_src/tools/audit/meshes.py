@@ -1,4 +1,4 @@
-"""The sides of an audit that differ by their mesh: one device and more, one process and more."""
+"""The sides (`Side`) of an audit that differ by their mesh: one device and more, one process and more."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 
 
 def inlined_body(eqn: Any) -> Any:
-    """Returns the jaxpr that an equation of `INLINED` runs once, as if it was written out. None for other equations,
-    for calls of jaxmp, and if the jaxpr has another number of operands."""
+    """Returns the jaxpr, open or closed, that an equation of `INLINED` runs once, as if it was written out. None for
+    other equations, for calls of jaxmp, and if the jaxpr has another number of operands."""
     if eqn.primitive.name not in INLINED or our_equation(eqn) is not None:
         return None
     names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -54,8 +54,9 @@ def name_of(eqn: Any) -> str:
 
 
 def kind_of(eqn: Any) -> str:
-    """Returns the kind of an operation, as `Row` lists them: "whole" for a Pallas kernel, and for an equation with a
-    jaxpr inside that is not jaxmp's; "elementwise" for every primitive that is not known."""
+    """Returns the kind of an operation, as `Row` lists them: "product" for a call of jaxmp, and the kind in `_KINDS` if
+    the primitive has one. Other equations are "whole" if they are a Pallas kernel or have a jaxpr inside, or else
+    "elementwise"."""
     if our_equation(eqn) is not None:
         return "product"
     name = str(eqn.primitive.name)
