@@ -97,14 +97,15 @@ class Rewriter:
         """True if a step is an equation that the rewriter evaluates as it is.
 
         Groups, products, operations with products in their derivatives, narrow gathers, and equations with jaxprs or
-        effects are not; at a level, nor are held ones and sums over devices.
+        effects are not; at a level, nor are held ones, sums over devices, and primitives of other libraries.
         """
         eqn = None if isinstance(step, Group) else graph.equations[step]
         if eqn is None or eqn.primitive.name in (*PRODUCTS, *DERIVED) or not jax_tracing.is_plain(eqn):
             return False
         if gathers.is_narrow(eqn):
             return False
-        return not (self.options.level.fixed_order and (held.is_held(eqn) or held.parts(eqn)))
+        is_other = held.is_held(eqn) or held.parts(eqn) or jax_tracing.implementation(eqn) is not None
+        return not (self.options.level.fixed_order and is_other)
 
     def _group(self, graph: Graph, group: Group, values: dict[Any, Any]) -> None:
         """Evaluates a group by its call, and adds the results to `values`. If the call fails or its types differ, JAX
@@ -215,6 +216,8 @@ class Rewriter:
         with jax_tracing.traced_as(eqn):
             if gathers.is_narrow(eqn):
                 return [gathers.as_bytes(eqn, *operands)]
+            if self.options.level.fixed_order and (program := control_flow.opened(eqn)):
+                return self.evaluate(*program, *operands)
             more = held.HELD.union(held.PARTED) if self.options.level.fixed_order else ()
             if name not in ("custom_jvp_call", EXCHANGE) and not control_flow.has_products(eqn, more):
                 weaker = control_flow.weaker_calls(eqn, self.options.level) if self.options.level.fixed_order else ()
