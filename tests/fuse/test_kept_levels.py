@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from compiled import collectives_of
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -295,3 +297,42 @@ def test_a_result_that_is_a_constant_has_a_derivative():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), ours, plain)
     assert [t.dtype for t in of_ours] == [t.dtype for t in of_plain]
     np.testing.assert_allclose(of_ours[0], of_plain[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_loop_that_vmap_stops_for_each_example_keeps_the_level():
+    def doubled(x):
+        return lax.while_loop(lambda y: jnp.max(y) < 100, lambda y: y @ jnp.diag(jnp.full(16, 2.0)), x)
+
+    rows = 1.0 + jnp.arange(64.0).reshape(4, 16)
+    fused = jaxmp.fuse(jax.vmap(doubled), determinism="batch")
+    assert explained(fused, rows).calls
+    np.testing.assert_array_equal(jax.jit(fused)(rows), jax.vmap(doubled)(rows))
+
+
+@functools.cache
+def solve_of_others():
+    """Returns a primitive as other libraries make them: JAX sees its name, and its implementation at lowering."""
+
+    def implementation(a, b, *, steps):
+        return lax.fori_loop(0, steps, lambda _, x: b - a @ x, b)
+
+    def derivative(primals, tangents, *, steps):
+        moved = tangents[0] if isinstance(tangents[1], ad.Zero) else tangents[1]
+        return primitive.bind(*primals, steps=steps), moved
+
+    primitive = Primitive("solve")
+    primitive.def_impl(implementation)
+    primitive.def_abstract_eval(lambda a, b, *, steps: jax.core.ShapedArray(b.shape, b.dtype))
+    ad.primitive_jvps[primitive] = derivative
+    mlir.register_lowering(primitive, mlir.lower_fun(implementation, multiple_results=False))
+    return lambda a, b: primitive.bind(a, b, steps=2)
+
+
+def test_a_primitive_of_another_library_keeps_the_level():
+    """Its products are calls too, and it keeps its own derivative, here the identity."""
+    solve, (a, b) = solve_of_others(), (W, X.T)
+    fused = jaxmp.fuse(solve, determinism="batch")
+    assert [row.operation for row in explained(fused, a, b).rows] == ["matmul"]
+    np.testing.assert_array_equal(jax.jit(fused)(a, b), jax.jit(solve)(a, b))
+    np.testing.assert_array_equal(jax.jvp(lambda b: fused(a, b), (b,), (b,))[1], b)
+    assert not explained(jaxmp.fuse(solve), a, b).rows  # without a level it stays

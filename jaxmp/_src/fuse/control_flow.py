@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from jaxmp._src.core.primitive.primitives import is_own_jit
 from jaxmp._src.core.spec.levels import Level
@@ -108,6 +109,32 @@ def evaluate(functions: Functions, eqn: Any, operands: Sequence[Any]) -> Sequenc
     return results
 
 
+def opened(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
+    """Returns (the jaxpr, the constants) of a primitive of another library, with the derivative that the library gives.
+
+    Returns None for primitives of JAX, and if JAX cannot trace the implementation.
+    """
+    implementation = jax_tracing.implementation(eqn)
+    if implementation is None:
+        return None
+    run = jax.custom_jvp(implementation)
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        moved = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+
+        def of_moved(*values: Any) -> Sequence[Any]:
+            given = dict(zip(moved, values, strict=True))
+            return list(jax_tracing.evaluate(eqn, [given.get(i, x) for i, x in enumerate(primals)]))
+
+        return jax.jvp(of_moved, [primals[i] for i in moved], [tangents[i] for i in moved])
+
+    run.defjvp(jvp, symbolic_zeros=True)
+    try:
+        return jax_tracing.trace(run, [v.aval for v in eqn.invars])
+    except Exception:  # raised by the library's code, which may compute outside of JAX
+        return None
+
+
 def _jit(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
     return functions.jitted(params)(*operands)
 
@@ -133,6 +160,9 @@ def _while(functions: Functions, params: dict[str, Any], operands: list[Any], eq
     of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts = operands[:of_cond], operands[of_cond : of_cond + of_body]
     cond, body = functions.of(params["cond_jaxpr"]), functions.of(params["body_jaxpr"])
+    predicate: Any = jax_tracing.open_jaxpr(params["cond_jaxpr"])[0].outvars[0]
+    if predicate.aval.shape:  # of `vmap`: one for each example, and lax.while_loop takes one
+        return _as_it_stands(functions, params, operands, eqn)
     return lax.while_loop(
         lambda state: cond(*cond_consts, *state)[0],
         lambda state: list(body(*body_consts, *state)),

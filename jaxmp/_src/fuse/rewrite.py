@@ -95,14 +95,15 @@ class Rewriter:
 
     def _is_plain(self, graph: Graph, step: int | Group) -> bool:
         """True if JAX can evaluate a step as it is. False for groups, products, operations with products in their
-        derivatives, narrow gathers, equations with jaxprs or effects, and at a level for equations that `held.is_held`
-        or that have a `held.remedy`."""
+        derivatives, narrow gathers, equations with jaxprs or effects, and at a level for primitives of other libraries
+        and for equations that `held.is_held` or that have a `held.remedy`."""
         eqn = None if isinstance(step, Group) else graph.equations[step]
         if eqn is None or eqn.primitive.name in (*PRODUCTS, *DERIVED) or not jax_tracing.is_plain(eqn):
             return False
         if gathers.is_narrow(eqn):
             return False
-        return not (self.options.level.fixed_order and (held.is_held(eqn) or held.remedy(eqn)))
+        is_other = held.is_held(eqn) or held.remedy(eqn) or jax_tracing.implementation(eqn) is not None
+        return not (self.options.level.fixed_order and is_other)
 
     def _group(self, graph: Graph, group: Group, values: dict[Any, Any]) -> None:
         """Evaluates a group by its call, and adds the results to `values`. If the call is refused, fails or gives other
@@ -221,6 +222,8 @@ class Rewriter:
         with jax_tracing.traced_as(eqn):
             if gathers.is_narrow(eqn):
                 return [gathers.as_bytes(eqn, *operands)]
+            if self.options.level.fixed_order and (program := control_flow.opened(eqn)):
+                return self.evaluate(*program, *operands)
             more = held.HELD.union(held.PARTED) if self.options.level.fixed_order else ()
             if name not in ("custom_jvp_call", EXCHANGE) and not control_flow.has_products(eqn, more):
                 weaker = control_flow.weaker_calls(eqn, self.options.level) if self.options.level.fixed_order else ()

@@ -223,6 +223,20 @@ def evaluate(eqn: _core.JaxprEqn, operands: Sequence[Any], **params: Any) -> Seq
     return results if eqn.primitive.multiple_results else [results]
 
 
+def implementation(eqn: _core.JaxprEqn) -> Callable[..., Sequence[Any]] | None:
+    """Returns the function that implements a primitive of another library, with the parameters of an equation. Returns
+    None for primitives of JAX and jaxmp."""
+    impl: Any = eqn.primitive.impl
+    if getattr(impl, "func", impl).__module__.partition(".")[0] in ("jax", "jaxlib", "jaxmp"):
+        return None
+
+    def implemented(*operands: Any) -> Sequence[Any]:
+        results = impl(*operands, **eqn.params)
+        return list(results) if eqn.primitive.multiple_results else [results]
+
+    return implemented
+
+
 def evaluate_each(
     equations: Sequence[_core.JaxprEqn],
     values: dict[Any, Any],
