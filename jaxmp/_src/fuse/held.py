@@ -35,7 +35,7 @@ from jaxmp._src.platform.jax_internals import jax_tracing
 SUM = "reduce_sum"
 SCATTERS = frozenset(("scatter-add", "scatter-mul"))
 # XLA splits these over the devices that share the dimension along which they add or multiply.
-WHOLE = SCATTERS | {"cumsum", "cumprod", "cumlogsumexp", "reduce_prod"}
+WHOLE = SCATTERS | {"cumsum", "cumprod", "cumlogsumexp", "reduce_prod", "reduce", "select_and_scatter_add"}
 # XLA contracts, reassociates or rewrites the results of these.
 FENCED = frozenset(
     (
@@ -61,8 +61,8 @@ def is_held(eqn: Any) -> bool:
     for a sum of at most one term and for a scatter with no updates that may collide."""
     if eqn.primitive.name not in HELD:
         return False
-    aval = eqn.outvars[0].aval
-    if not jnp.issubdtype(aval.dtype, jnp.inexact) or aval.dtype.itemsize < 2:
+    dtypes = [v.aval.dtype for v in eqn.outvars]
+    if not any(jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 2 for dtype in dtypes):
         return False
     if eqn.primitive.name == SUM:
         return math.prod(eqn.invars[0].aval.shape[i] for i in eqn.params["axes"]) not in (0, 1)
@@ -80,8 +80,8 @@ def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequen
     if name == SUM:
         return [_sum(eqn, operands[0], options)]
     if name in WHOLE:
-        d = _whole(eqn, operands) if options.level.global_order else _plain(eqn, *operands)
-        return [fence(d)]  # XLA would scatter into what is added to it
+        results = _whole(eqn, operands) if options.level.global_order else jax_tracing.evaluate(eqn, operands)
+        return [fence(d) for d in results]  # XLA would scatter into what is added to it
     if name in ALONE:
         return [fence(_alone(eqn, operands[0]))]
     if name == "div" and not jax_tracing.is_literal(eqn.invars[1]):
@@ -159,14 +159,12 @@ def _may_collide(eqn: Any) -> bool:
     return not eqn.params["unique_indices"] and math.prod(n for i, n in enumerate(indices[:-1]) if i not in batch) != 1
 
 
-def _whole(eqn: Any, operands: Sequence[Any]) -> jax.Array:
-    """Returns the result of an operation with whole operands on every device, sharded as its type says."""
+def _whole(eqn: Any, operands: Sequence[Any]) -> list[jax.Array]:
+    """Returns the results of an operation with whole operands on every device, sharded as their types say."""
     if any(is_explicit(jax.typeof(x)) for x in operands):
-        d = _plain(eqn, *(_resharded(x, P()) for x in operands))
-        return _resharded(d, eqn.outvars[0].aval.sharding.spec)
-    d = _plain(eqn, *map(whole_p.bind, operands))
-    whole: jax.Array = whole_p.bind(d)
-    return whole
+        results = jax_tracing.evaluate(eqn, [_resharded(x, P()) for x in operands])
+        return [_resharded(d, v.aval.sharding.spec) for d, v in zip(results, eqn.outvars, strict=True)]
+    return [whole_p.bind(d) for d in jax_tracing.evaluate(eqn, [whole_p.bind(x) for x in operands])]
 
 
 def _resharded(x: jax.Array, spec: P) -> jax.Array:
