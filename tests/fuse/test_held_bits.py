@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -118,6 +119,22 @@ def test_sums_have_values_types_and_bits_of_one_device(mesh_of, axis_type):
         assert_bitwise_equal(g, w)
         assert jax.typeof(g) == jax.typeof(p)
         np.testing.assert_allclose(g, p, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_operations_on_whole_operands_have_bits_of_one_device(mesh_of, axis_type):
+    def pooled(x):
+        return jnp.sum(jnp.sin(lax.reduce_window(x, -np.inf, lax.max, (3, 3), (1, 1), "SAME")))
+
+    def program(x):
+        pair = lax.reduce((x, x), (np.float32(0), np.float32(1)), lambda a, b: (b[0] + a[0], a[1] * b[1]), (0,))
+        return jax.grad(pooled)(x), *pair
+
+    x = rng.uniform(size=(16, 24)).astype(np.float32)
+    fused = jax.jit(jaxmp.fuse(program, determinism="topology"))
+    want = fused(x)
+    with jax.set_mesh(mesh_of({"x": 4}, axis_type)):
+        jax.tree.map(assert_bitwise_equal, fused(jax.device_put(x, P("x"))), want)
 
 
 def test_a_scatter_at_a_level_can_be_mapped_and_differentiated():

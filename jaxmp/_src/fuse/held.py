@@ -36,7 +36,7 @@ from jaxmp._src.platform.jax_internals import jax_tracing
 SUM = "reduce_sum"
 SCATTERS = frozenset(("scatter-add", "scatter-mul"))
 # XLA splits these over the devices that share the dimension along which they add or multiply.
-WHOLE = SCATTERS | {"cumsum", "cumprod", "cumlogsumexp", "reduce_prod"}
+WHOLE = SCATTERS | {"cumsum", "cumprod", "cumlogsumexp", "reduce_prod", "reduce", "select_and_scatter_add"}
 # XLA contracts, reassociates or rewrites the results of these.
 FENCED = frozenset(
     (
@@ -63,8 +63,8 @@ def is_held(eqn: Any) -> bool:
     updates marked as unique."""
     if eqn.primitive.name not in HELD or (eqn.primitive.name == "abs" and not _is_complex(eqn)):
         return False
-    aval = eqn.outvars[0].aval
-    if not jnp.issubdtype(aval.dtype, jnp.inexact) or aval.dtype.itemsize < 2:
+    dtypes = [v.aval.dtype for v in eqn.outvars]
+    if not any(jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 2 for dtype in dtypes):
         return False
     if eqn.primitive.name == SUM:
         return math.prod(eqn.invars[0].aval.shape[i] for i in eqn.params["axes"]) not in (0, 1)
@@ -87,8 +87,8 @@ def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequen
     if name == SUM:
         return [_sum(eqn, operands[0], options)]
     if name in WHOLE:
-        d = _whole(eqn, operands) if options.level.global_order else _plain(eqn, *operands)
-        return [fence(d)]  # XLA would scatter into what is added to it
+        results = _whole(eqn, operands) if options.level.global_order else jax_tracing.evaluate(eqn, operands)
+        return [fence(d) for d in results]  # XLA would scatter into what is added to it
     if name in _OF_PARTS and _is_complex(eqn):
         return [_OF_PARTS[name](*map(jnp.asarray, operands), **eqn.params)]
     if name in ALONE:
@@ -182,15 +182,13 @@ def _may_collide(eqn: Any) -> bool:
     return not eqn.params["unique_indices"] and math.prod(n for i, n in enumerate(indices[:-1]) if i not in batch) != 1
 
 
-def _whole(eqn: Any, operands: Sequence[Any]) -> jax.Array:
-    """Returns the result of an operation that gets whole operands on every device. On explicit axes the result is
-    sharded as the equation's type says, otherwise whole."""
+def _whole(eqn: Any, operands: Sequence[Any]) -> list[jax.Array]:
+    """Returns the results of an operation that gets whole operands on every device. On explicit axes the results are
+    sharded as the equation's types say, otherwise whole."""
     if any(is_explicit(jax.typeof(x)) for x in operands):
-        d = _plain(eqn, *(_resharded(x, P()) for x in operands))
-        return _resharded(d, eqn.outvars[0].aval.sharding.spec)
-    d = _plain(eqn, *map(whole_p.bind, operands))
-    whole: jax.Array = whole_p.bind(d)
-    return whole
+        results = jax_tracing.evaluate(eqn, [_resharded(x, P()) for x in operands])
+        return [_resharded(d, v.aval.sharding.spec) for d, v in zip(results, eqn.outvars, strict=True)]
+    return [whole_p.bind(d) for d in jax_tracing.evaluate(eqn, [whole_p.bind(x) for x in operands])]
 
 
 def _resharded(x: jax.Array, spec: P) -> jax.Array:
