@@ -11,7 +11,8 @@ from jaxmp._src.tools.audit import operations
 
 
 def live_equations(jaxpr: Any, line: str) -> list[Any]:
-    """Returns the equations that the results need. Raises NotImplementedError if one has a mutable array."""
+    """Returns the equations that the results need or that have effects. Raises NotImplementedError if any equation of
+    `jaxpr` has a mutable array; the message names `line` if the equation has no line."""
     for eqn in reversed(jaxpr.eqns):
         if any(jax_tracing.is_mutable(v.aval) for v in (*eqn.invars, *eqn.outvars)):
             raise NotImplementedError(
@@ -37,6 +38,8 @@ def paired(equations: Sequence[Any], others: Sequence[Any], *, is_batch: bool) -
 
 
 def _likeness(eqn: Any, is_batch: bool) -> Any:
+    """Returns what is equal for equations that make a pair: name, number of operands, shapes and types of the results,
+    and line. The name of jaxmp's calls has no level. Relu masks do not count. If `is_batch`, shapes count by rank."""
     ours = operations.our_equation(eqn)
     spec = None if ours is None else ours.params["spec"]
     name = eqn.primitive.name if spec is None else f"jaxmp {getattr(spec, 'epilog', spec.function)}"

@@ -75,19 +75,20 @@ class Report:
     def differs(
         self, eqn: Any, line: str, variant: str, found: Difference, output: int = 0, *, is_other: bool = False
     ) -> None:
-        """Adds the difference `found` in one output of an equation's last run; a run with several of them counts once.
-        `is_other`: the variant has other equations there. Such differences have a row of their own."""
+        """Adds the difference `found` in one output of an equation's last run to the row of its line, operation and
+        shapes, which all variants share. A run with several differences counts once. `is_other`: the variant has other
+        equations there. Such differences have a row of their own."""
         key = (_key(eqn, line), is_other)
         row = self._rows.get(key) or self._row(eqn, line, found, output, is_other)
         variants = row.variants if variant in row.variants else (*row.variants, variant)
-        # If several outputs differ at once, the run counts once.
         count = row.count + (self._turns.get(key) != self._turn)
         self._turns[key] = self._turn
         merged = row.difference.merge(found)
         self._rows[key] = dataclasses.replace(row, variants=variants, count=count, difference=merged)
 
     def _row(self, eqn: Any, line: str, found: Difference, output: int, is_other: bool) -> Row:
-        """Returns a row for an equation's output `output`, which counts nothing yet."""
+        """Returns a row for an equation's output `output`, which counts nothing yet. `is_other`: the row's kind is
+        "other equations"."""
         avals = [v.aval for v in (*eqn.invars, eqn.outvars[output])]
         return Row(
             line=line,

@@ -58,7 +58,6 @@ class Side:
       fn: the program, a function of a list of arrays.
       jaxpr: its trace, closed over its constants.
       arrays: what it is called with; options: of the compiler.
-      mesh: is set while the program is traced and runs, unless it is None.
       inlined: a function that returns a jaxpr with its calls written out, and its constants.
     """
 
@@ -69,7 +68,7 @@ class Side:
         mesh: jax.sharding.Mesh | None,
         compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Traces `fn` for these arrays, under `mesh`."""
+        """Traces `fn` for these arrays. `mesh`: is set while the program is traced and runs, unless it is None."""
         self.arrays, self._mesh = list(arrays), mesh
         self.options = dict(compiler_options or {})
         self.fn, self._compiled = fn, dict[Any, tuple[Callable[..., Any], Any]]()
@@ -103,9 +102,9 @@ class Side:
             return list(jax.jit(run, compiler_options=self.options or None)([values[v].array for v in read]))
 
     def run(self, eqn: Any, operands: Sequence[Value | Any]) -> list[Any]:
-        """Returns the results of one equation on the arrays `operands`. Literals of the equation stay literals, and the
-        operands in their places are ignored. Equal equations share one compiled function."""
-        # An operand that is a literal of the program stays a literal.
+        """Returns the results of one equation as arrays. `operands` are arrays too, and no `Value`. Literals of the
+        equation stay literals, and the operands in their places are ignored. Equal equations share one compiled
+        function."""
         given = [None if jax_tracing.is_literal(v) else x for v, x in zip(eqn.invars, operands, strict=True)]
         key = _key(eqn)
         if key not in self._compiled:

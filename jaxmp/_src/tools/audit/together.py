@@ -51,8 +51,9 @@ def explained(
     walks: Sequence[Walk], vary: str, line: str, *, has_rows: bool
 ) -> tuple[tuple[Together, ...], tuple[Trial, ...]]:
     """Returns the pieces that differ in the first variant, and the remedies that were tried in the variants `walks`.
-    `has_rows`: operations differ alone. Then it looks for no pieces, and tries `jaxmp.fuse` only. `vary`: sets the
-    level that `fuse` gets. `line`: the line of equations without one."""
+    Callers pass only variants with an output that differs, at least one. `has_rows`: operations differ alone. Then it
+    looks for no pieces, and tries `jaxmp.fuse` only. `vary`: sets the level that `fuse` gets. `line`: the line of
+    equations without one."""
     program = jax_tracing.open_jaxpr(walks[0].sides[0].jaxpr)[0]
     found = () if has_rows else pieces(walks[0], walks[0].bodies[program], line)
     remedies = _remedies(walks[0], operations.LEVELS[vary], () if has_rows else _OPTIONS)

@@ -52,7 +52,7 @@ class Walk:
     Attributes:
       variation, sides: what varies; the reference and the variant.
       results: the outputs of both, and how they correspond.
-      bodies: by jaxpr of the reference what was followed: the program, and the last step of each loop.
+      bodies: by jaxpr of the reference what was followed: the program, branches, and the last step of each loop.
     """
 
     def __init__(self, variation: Variation, reference: Side, variant: Side, report: Report) -> None:
@@ -80,7 +80,6 @@ class Walk:
 
     # Jaxprs ------------------------------------------------------------------------------------------------------
 
-    # Runs the equations of two jaxprs in pairs, keeps them in `bodies`, and returns the pairs of their results.
     def _jaxprs(
         self, jaxprs: tuple[Any, Any], inputs: tuple[Sequence[Value], Sequence[Value]], line: str
     ) -> list[Pair]:
@@ -141,7 +140,8 @@ class Walk:
 
     def _correspond(self, one: Value, other: Value, first: Relation | None = None) -> bool:
         """True if two values correspond: in a relation that their shapes allow (`first` is tried first), or as "packed"
-        if they may be in the order of the devices and have the same elements. Then `other` keeps twin and relation."""
+        if they may be in the order of the devices and have the same elements. Then `other` keeps twin and relation.
+        True without a comparison if `one` is the twin of `other` already, also if the relation is "other"."""
         if other.twin is one:
             return True
         relations = self.variation.relations(np.shape(one.array), np.shape(other.array))
@@ -175,7 +175,6 @@ class Walk:
                 return found
         return self._alone(eqn, other, pairs, line)
 
-    # Follows the branch that the reference takes. None if the two traces choose by different indices.
     def _cond(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
         """Follows the branch that the reference takes; None if the index of the branch is not the same."""
         (index, _, relation), *operands = pairs
@@ -185,7 +184,6 @@ class Walk:
         taken = min(max(int(self.variation.decision(index.host)), 0), len(branches[0]) - 1)
         return [x[:2] for x in self._jaxprs((branches[0][taken], branches[1][taken]), _apart(operands), line)]
 
-    # Follows a loop for as many steps as the reference takes.
     def _while(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
         """Follows a loop as often as the reference's condition is true. Never returns None."""
         nconds, nbody = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
@@ -215,6 +213,7 @@ class Walk:
         return [*(x[:2] for x in carry), *stacked]
 
     def _step(self, pair: Pair, i: int) -> Pair:
+        """Returns slice `i` of both values along dimension 0. The relation is "other" if dimension 0 has the rows."""
         one, other, relation = pair
         values = []
         for side, value in zip(self.sides, (one, other), strict=True):
@@ -225,8 +224,9 @@ class Walk:
         values[1].twin, values[1].relation = values[0], relation
         return values[0], _inheriting(values[1], [other]), relation
 
-    # Stacks what the steps of a scan return. The relation is "other" if they differ, except for "packed".
     def _stack(self, steps: Sequence[Pair]) -> tuple[Value, Value]:
+        """Returns the values of all steps of a scan, stacked along a new dimension 0. The relation is "other" if the
+        relations of the steps differ, but "packed" if each is "packed" or "same"."""
         values = []
         for side, column in zip(self.sides, _apart(steps), strict=True):
             with side.scope():
@@ -242,9 +242,10 @@ class Walk:
 
     # Equations that run alone ------------------------------------------------------------------------------------
 
-    # Runs each equation of a pair in one piece. Packed results relate only if no other result differs.
     def _alone(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]]:
-        """Runs an equation of each side, notes the run, and returns the pairs of its results (`_settled`)."""
+        """Runs an equation of each side, notes the run, and returns the pairs of its results, as `_settled` does. A
+        relu mask, or a result that `_is_unread`, stays as it is: its relation is "packed" if there are other results
+        and `_settled` replaces none of them, else "other"."""
         ones = self.sides[0].run(eqn, [x.array for x, _, _ in pairs])
         others = self.sides[1].run(other, [x.array for _, x, _ in pairs])
         self._report.ran(eqn, line)
@@ -271,9 +272,10 @@ class Walk:
         return self._is_by_device(other) and one.array.shape != other.array.shape and not self._correspond(one, other)
 
     def _settled(self, eqn: Any, pairs: Any, i: int, found: tuple[Value, Value], line: str) -> tuple[Value, Value]:
-        """Returns output `i` of both sides; reports a difference, or why the output cannot be compared. The variant
-        then goes on with the reference's bits. It keeps its own value if no dimension is the batch, if the order
-        differs, or if `_of_size` keeps it."""
+        """Returns output `i` of both sides, which is `found` before; reports a difference, or why the output cannot be
+        compared. The variant then goes on with the reference's bits. It keeps its own value if no dimension is the
+        batch, if the order differs, or if `_of_size` keeps it. The variant's value is marked as mixed if inputs have
+        rows of the batch and the output has none, or mixes them."""
         one, other = found
         batched = [relation for _, x, relation in pairs if isinstance(relation, Rows) and x.is_of_batch]
         if self._correspond(one, other, batched[0] if batched else None):
@@ -306,10 +308,11 @@ class Walk:
         return one, self._replaced(one, other, kept)
 
     def _of_size(self, eqn: Any, one: Value, other: Value, relation: Relation, line: str) -> Value:
-        """Returns the value with which the variant continues if operands or the equation depend on the batch size. An
-        iota, a mask and what indexes by them must be the variant's own: row 2 of its batch is another row. For floats
+        """Returns the value with which the variant continues if operands or the equation depend on the batch size.
+        Usually this is `other`, always for integers and masks: row 2 of the variant's batch is another row. For floats
         that also depend on the batch's arrays (noise added to the rows), and for all floats on another mesh, reports
-        that they were not compared, and returns the reference's, or nothing after them could be compared."""
+        that they were not compared, marks them as mixed, and returns the reference's, or nothing after them could be
+        compared."""
         if not other.is_of_batch and self.variation.rows is not None:
             return other
         if not jnp.issubdtype(one.array.dtype, jnp.inexact):

@@ -52,9 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the checks in one process and, with several GPUs, in one per GPU. Writes a JSON file and prints a table, the
-    failures and a sentence. Returns 1 if a check fails, else 0. With --rank it only runs the checks of one rank of such
-    a job, and returns 0."""
+    """Runs the checks in one process and, with several GPUs, in one per GPU. Writes the JSON file --out and prints a
+    table, the failures and a sentence. Returns 1 if a check fails, else 0. With --rank it only runs the checks of one
+    rank of such a job, and returns 0. Raises CommandError without rich, and as `_job` does."""
     if options.rank:
         _run_rank(options.rank, options.quick)
         return 0
@@ -78,10 +78,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _job(nranks: int, folder: Path, is_quick: bool, end: float) -> dict[str, Any]:
-    """Returns "name", "machine", "not run because" and "checks" (a dict of each) of a job of `nranks` processes, which
-    runs until `end`, a `time.monotonic()`. A check fails if it does on any rank, or ends its process (except the death
-    of a rank, with the right errors). After such an end the next checks run in new processes. Raises CommandError
-    without CUDA devices, or if the first processes write nothing."""
+    """Runs a job of `nranks` processes until `end`, a `time.monotonic()`. Returns its "name", "machine", "checks" (a
+    dict of each check that ended, in order) and "not run because" (why other checks did not run; a text even if all
+    ran). A check fails if it does on any rank, or ends its process (except the death of a rank, with the right errors).
+    After such an end the next checks run in new processes. If these write nothing, returns what there is. Raises
+    CommandError without CUDA devices, or if the first processes write nothing."""
     found: dict[int, dict[str, Any]] = {}
     first, total, is_over, head = 0, 1, False, {}
     while first < total and not is_over:
@@ -242,9 +243,9 @@ def _line(ndevices: int) -> jax.sharding.Mesh:
 
 
 def _check_sequence(layouts: list[Layout], calls: int, is_quick: bool) -> int:
-    """Compares calls in a row, each of other integers, and returns how many. Raises AssertionError if one is wrong.
-    Ranks take turns in being late on their device: every tenth call follows a delay. In half of the batches XLA's
-    all-to-alls are between the calls."""
+    """Compares `calls` calls in a row, each of other integers, and returns `calls`. Raises AssertionError if one is
+    wrong. The calls come in batches of `_BATCH`; in every other batch XLA's all-to-alls are between them. Ranks take
+    turns in being late on their device: every tenth call follows a delay, a short one if `is_quick`."""
     rng, ndevices, products = np.random.default_rng(0), layouts[0].make_mesh().size, list(map(_product_of, layouts))
     mesh = _line(ndevices)
     move = jax.jit(lambda x: jax.sharding.reshard(x, P(None, "x")))

@@ -119,7 +119,7 @@ def contenders(
     name: str, devices: list[jax.Device], extents: tuple[int, int, int], dtype: str
 ) -> tuple[dict[str, Callable[[], jax.Array]], str]:
     """Returns ({"jaxmp" and "xla": a function that runs its product, already compiled, on the same random operands},
-    jaxmp's implementation). `name`: of a pattern."""
+    jaxmp's implementation). `name`: a key of `PATTERNS`. `extents`: (m, k, n)."""
     (m, k, n), (of_a, of_b, of_d), mesh = extents, PATTERNS[name], _mesh(name, devices)
     operands = [
         _operand(shape, dtype, NamedSharding(mesh, spec), seed)
@@ -160,6 +160,7 @@ def disagreement(calls: dict[str, Callable[[], Any]], k: int, dtype: str) -> str
 
 
 def _print(options: argparse.Namespace, dtype: str, flops: int, results: list[dict[str, Any]]) -> None:
+    """Prints a table of `results`, and the `verdict` unless `results` is empty."""
     rows, ratios = [], []
     for result in results:
         ours, theirs = result["seconds"]["jaxmp"], result["seconds"]["xla"]
@@ -174,8 +175,8 @@ def _print(options: argparse.Namespace, dtype: str, flops: int, results: list[di
 
 
 def verdict(names: list[str], ratios: list[float]) -> str:
-    """Returns a sentence about the ratios of XLA's time to jaxmp's: their geometric mean, and the patterns (`names`)
-    where jaxmp is slower. Ratios within `_EQUAL` of 1 count as equal."""
+    """Returns a sentence about one or more ratios of XLA's time to jaxmp's: the geometric mean, and the patterns
+    (`names`) where jaxmp is slower. Ratios within `_EQUAL` of 1 count as equal."""
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     slower = [name for name, ratio in zip(names, ratios, strict=True) if ratio < 1 - _EQUAL]
     text = f"{mean:.2f} times XLA's rate" if abs(mean - 1) > _EQUAL else "XLA's rate"

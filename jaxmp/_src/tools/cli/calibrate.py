@@ -28,8 +28,9 @@ _FLOAT8 = "float8_e4m3fn"
 
 
 def measure(on_step: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
-    """Measures this process's devices in some ten seconds, and the network of a job of several processes. Returns the
-    fields of a `Hardware`, as a dict. `on_step(name)` is called after each step but the network's."""
+    """Measures this process's devices in some ten seconds, and returns the fields of a `Hardware` as a dict. All
+    processes of a job call this, which adds the fields of `_network`. "link_bandwidth" of one device is the memory's.
+    `on_step(name)` is called after each step but the network's."""
     devices, is_shared = jax.local_devices(), jax.default_backend() == "cpu"
     rates: dict[str, float] = {}
     xla_rates: dict[str, float] = {}
@@ -103,7 +104,8 @@ def _link_bandwidth(mesh: jax.sharding.Mesh) -> float:
 
 def _network() -> dict[str, Any]:
     """Returns `Hardware` fields of a job's network: devices per process, bytes per second that a process receives in
-    XLA's all-gather, the part of the processor that this takes, and seconds of a step."""
+    XLA's all-gather, the part of the processor that the all-gather takes, and seconds of an all-gather of next to
+    nothing. Needs two or more processes, which all call this."""
     mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Explicit,))
 
     def gather(x: jax.Array) -> jax.Array:

@@ -78,8 +78,9 @@ def program(
 
 
 def _load(place: str) -> Callable[..., Any]:
-    """Runs the file, with its folder on the import path meanwhile, and returns what has that name in it; a name with
-    dots is an attribute. Raises CommandError if there is no such file, or nothing callable of that name."""
+    """Runs the file of "FILE.py:NAME", with its folder on the import path meanwhile, and returns what has that name in
+    it; a name with dots is an attribute. Raises CommandError for text of another form, if there is no such Python
+    file, or if nothing callable has the name; and what the file raises."""
     path, _, name = place.rpartition(":")
     file = Path(path)
     if not path or not name:

@@ -72,8 +72,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def facts() -> dict[str, dict[str, Any]]:
-    """Returns everything that `info` prints, by section; plain values for JSON. "job" is there only in a job of several
-    processes."""
+    """Returns everything that `info` prints, by section; plain values for JSON. In a job of several processes
+    there is also "job", and all processes call this."""
     choices = {name: _choice(name) for name in _TYPES}
     available = {name: _choice("float32", name) for name in ("host", "cublasmp", "xla")}
     job = {"job": _job()} if jax.process_count() > 1 else {}
@@ -91,6 +91,7 @@ def facts() -> dict[str, dict[str, Any]]:
 
 
 def _versions() -> dict[str, Any]:
+    """Returns versions of Python, the system and each installed package of `_PACKAGES`, and Python's path."""
     found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
     for package in _PACKAGES:
         try:
@@ -101,6 +102,7 @@ def _versions() -> dict[str, Any]:
 
 
 def _host() -> dict[str, Any]:
+    """Returns the BLAS, instruction set and kernels of "host", or only "unavailable": why "host" cannot be used."""
     try:
         info = native.blas_info()
     except (ImportError, ValueError) as error:
@@ -114,6 +116,7 @@ def _host() -> dict[str, Any]:
 
 
 def _devices() -> dict[str, Any]:
+    """Returns JAX's platform, a text that counts the devices by kind, and the number of processes."""
     kinds: dict[str, int] = {}
     for device in jax.devices():
         kinds[device.device_kind] = kinds.get(device.device_kind, 0) + 1
@@ -152,7 +155,8 @@ def _libraries() -> dict[str, Any]:
 
 
 def _calibration() -> dict[str, Any]:
-    """Returns the rates of `hardware="this"`, in operations and bytes per second, or that they are not measured."""
+    """Returns what `hardware="this"` has, as text: operations and bytes per second, seconds, the source and the file.
+    The only value says so if nothing is measured, or if the machine has changed since."""
     found = calibration.load()
     if found is None:
         return {"rates of this machine": "not measured; jaxmp info --calibrate does"}

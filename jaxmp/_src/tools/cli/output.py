@@ -28,8 +28,9 @@ def rich(module: str) -> Any:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, numbers: int = 0) -> None:
-    """Prints a table; the last `numbers` columns are aligned to the right. Cells fold at spaces where a terminal is
-    narrow, never within words; in a file or a pipe none folds."""
+    """Prints a table; the last `numbers` columns are aligned to the right. A `title` of "" is not printed, and neither
+    are `columns` that are all "". Cells fold at spaces where a terminal is narrow, never within words; in a file or a
+    pipe none folds. Raises CommandError where rich is not installed."""
     console, texts = rich("console").Console(), [list(map(str, row)) for row in rows]
     widths = _widths([columns, *texts], console.width if console.is_terminal else None)
     console.width = max(_drawn(widths), console.width if console.is_terminal else len(title))

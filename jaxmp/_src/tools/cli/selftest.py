@@ -1,4 +1,4 @@
-"""Check placement and rounding of products, and every promise of the levels, on this machine."""
+"""Check placement and rounding of products, and all that the levels of determinism promise, on this machine."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def run(options: argparse.Namespace) -> int:
 
 def checks(ndevices: int, implementation: str | None, is_quick: bool) -> Iterator[Check]:
     """Yields checks of placement and rounding for every pattern and type; then, on CPUs or if `implementation` is
-    "cublasmp", of the promises about bits."""
+    "cublasmp", of the promises about bits. None is the rule's choice, and for bits both "host" and "xla". `is_quick`:
+    fewer checks of bits. `ndevices`: 1 or an even number."""
     for layout, dtype in itertools.product(testing.layouts(ndevices), _TYPES):
         for name, run in (("placement", check_placement), ("rounding", check_rounding)):
             yield Check(name, f"{layout.name}, {dtype}", functools.partial(run, layout, dtype, implementation))
@@ -93,8 +94,8 @@ def check_placement(
 ) -> int:
     """Checks the results of a product of small integers, which have exact sums: every element must be in its place.
     With an epilog each z is a multiple of 16, where gelu has the values of relu. Each process checks its devices.
-    Returns 1; raises AssertionError if an element is wrong. `has_gradients`: also checks gradients, and ignores
-    `epilog`. It has no effect for types of one byte."""
+    Returns 1, the number of products; raises AssertionError if an element is wrong. `has_gradients`: also checks
+    gradients, and ignores `epilog`; without effect for types of one byte."""
     m, k, n = extents
     a, b, ct, bias = (_integers(seed, shape, dtype) for seed, shape in enumerate(((m, k), (k, n), (m, n), (n,))))
     row, mesh, is_narrow = epilogs.RULES[epilog], layout.make_mesh(), a.dtype.itemsize == 1
@@ -178,7 +179,7 @@ def _product(layout: Layout, a: np.ndarray, b: np.ndarray, implementation: str |
 
 
 def _result(check: Check) -> dict[str, str]:
-    """Runs a check. "error" has what the check raised, or ""."""
+    """Runs a check. Returns "check" (the promise), "of" (the subject) and "error" (what the check raised, or "")."""
     text = ""
     try:
         check.run()

@@ -55,8 +55,8 @@ def _call(row: Row, top: float) -> tuple[str, float, float]:
 
 
 def _matrix(matrix: Matrix, ndevices: int, place: tuple[float, float, float, float]) -> str:
-    """Returns the blocks of a matrix in `place` (left, top, width, height). A block has the colour of its first device,
-    and a dashed border if device 0 receives it."""
+    """Returns the blocks of a matrix in `place` (left, top, width, height), and "…" for blocks that `shown` leaves
+    out. A block has the colour of its first device, and a dashed border if device 0 receives it."""
     left, top, width, height = place
     rows, columns = (shown(count, _MOST) for count in matrix.grid)
     devices = {(block.row, block.column): block.devices for block in matrix.blocks}

@@ -31,7 +31,8 @@ def title(row: Row) -> str:
 
 
 def _lines(matrix: Matrix, ndevices: int) -> list[str]:
-    """Returns the lines of a table of a matrix: each block's devices, in brackets if device 0 receives the block."""
+    """Returns the lines of a table of a matrix: each block's devices, in brackets if device 0 receives the block; "..."
+    for blocks that `shown` leaves out."""
     rows, columns = (shown(count, _MOST) for count in matrix.grid)
     devices = {(block.row, block.column): block.devices for block in matrix.blocks}
     cells = []

@@ -38,8 +38,9 @@ def moving_calls(rows: Sequence[Row], origins: Origins, *implementations: str) -
 
 def cause_in_call(rows: Sequence[Row], origins: Origins, found: Cause, kind: str) -> Cause:
     """Returns the cause of a collective of this `kind` that jaxmp added to a call. `found`: the cause so far. If a row
-    at the line of `found` is this collective, returns `found` with that row's reason. Else, if a row at this line has
-    this pattern, returns the cause of the row's call. Else returns `found`."""
+    at the line of `found` is this collective (its `operation`), returns `found` with the row's `why` appended and a new
+    remedy. Else, if a call at this line has this pattern, returns the call's cause with the line of `found`. Else
+    returns `found`."""
     name = kind.replace("-", "_")
     of_line = [row for row in rows if row.line and row.line == found.line.rpartition(" -> ")[2]]
     if row := next((row for row in of_line if row.operation == name), None):
@@ -55,8 +56,9 @@ def axes_of(row: Row) -> tuple[str, ...]:
 
 
 def _sites(origins: Origins) -> Iterator[Site]:
-    """Yields the calls in the program before XLA's partitioner, as sites with operands 0 and 1 as a and b. A call with
-    several results has several products, so it is yielded once for each pair of operands."""
+    """Yields the products of jaxmp in the program before XLA's partitioner, as sites with operands 0 and 1 as a and b;
+    nothing if no partitioner ran. A call with several results has several products, so it is yielded once for every two
+    of its operands."""
     for computation in origins.program.whole.computations.values() if origins.program.whole else ():
         for each in computation.instructions.values():
             if is_call(each) and multiplies(each):
@@ -74,8 +76,8 @@ def _is_of(origins: Origins, site: Site, row: Row) -> bool:
 
 def _cause(row: Row, origins: Origins, site: Site | None) -> Cause:
     """Returns the cause, "jaxmp", of what the call of `row` reads, in words that depend on its pattern; other patterns
-    than all_reduce, reduce_scatter, all_gather and grid have the row's `why`. Names the operands of `site` unless it is
-    None. If a loop sums a gradient each time, adds what `summed_once` says."""
+    than all_reduce, reduce_scatter, all_gather and grid have the row's `why`, and no remedy. Names the operands of
+    `site` unless it is None. For an all_reduce of a gradient, adds what `summed_once` says."""
     values = Values(origins, axes_of(row))
     over = values.over
     pair = [origins.whole_operand(*site[:2], i) for i in site[2]] if site else []

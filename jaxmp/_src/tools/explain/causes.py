@@ -86,9 +86,9 @@ class _Causes(Search):
 
     def sum(self) -> Cause:
         """Returns the cause of a collective that reduces partial results of an operation with sharded operands: a
-        product or convolution ("product"), a gather or a slice (`_for_cut`; "whole"), a scatter or reduction
-        ("reduction"). In a gradient, products, scatters and reductions have the kind "gradient", but a maximum, a
-        minimum, and a reduction that `_spreads` do not."""
+        product or convolution ("product"), a gather or a slice (`_for_cut`; "whole"), a scatter, a reduction or any
+        other operation ("reduction"). In a gradient "product" and "reduction" become "gradient", except for a maximum,
+        a minimum, and a reduction that `_spreads`."""
         source, name = self.source, self.source.primitive
         line = self.module.line(source) or self.module.line(self.collective)
         places = self.program.wholes(source)
@@ -134,8 +134,8 @@ class _Causes(Search):
 
     def _summed(self, places: Sequence[Place]) -> list[Dim]:
         """Returns the dimensions, of both operands, that a product sums and the axes shard: of the product in `places`
-        with the most, or else of one with the same name. If the axes shard none, all that the first product in `places`
-        sums."""
+        with the most such dimensions, or else of one with the name of `source`. If the axes shard none, returns all
+        that the first product in `places` sums; [] if `places` has no product."""
         products = [place for place in places if place[1].opcode in _PRODUCTS]
         # Another product of this name may have a result of other extents.
         for found in (products, self.program.named(self.source)):
@@ -159,6 +159,7 @@ class _Causes(Search):
     def move(self) -> Cause:
         """Returns the cause of a collective that moves data: the operation that reads the data first, the operation
         that made the data if it needs a dimension whole, or the loop or result that the data goes to. The kind is
+        "whole", "product", "reshape", "constraint", "carry" or "out_shardings"; for other readers "elementwise", or
         "unplaced" if the place of the reader's operand is unknown."""
         reader, through = next(self.readers(), (None, self.collective))
         made = self.module.line(self.source) or self.module.line(self.collective)
@@ -215,9 +216,10 @@ class _Causes(Search):
     # Operations along a dimension --------------------------------------------------------------------------------
 
     def _around(self, leaves: bool, line: str) -> Cause | None:
-        """Returns the cause of the partitioner's moves around an operation that it does not split, maybe in a loop, if
-        the operation needs a sharded dimension whole; else None. `leaves`: the program returns the result as it is.
-        Then there is also a cause if the operation's operand is unknown."""
+        """Returns the cause of the partitioner's moves around an operation that it does not split, if the operation
+        needs a sharded dimension whole, and if XLA has resharded the operation or the result `leaves`; else None.
+        `leaves`: the program returns the result with the sharding that it has, or a loop's body returns it. Then there
+        is also a cause if the operation's operand is unknown."""
         is_own = self.source.op_name == self.collective.op_name
         wholes = self.program.wholes(self.source)[:1] if is_own else []
         turned = any(self.program.local(*place) != self.source.shapes[:1] for place in wholes)  # XLA reshards it
@@ -242,7 +244,7 @@ class _Causes(Search):
         return Cause("whole", text, "; or ".join(filter(None, (self.shard_another(dims), other))), line)
 
     def _unsplit(self, name: str, found: Edge, line: str) -> Cause:
-        """Returns the cause for an operation that XLA does not split, or not along these dimensions."""
+        """Returns the cause, "whole", for an operation that XLA does not split, or not along these dimensions."""
         # The indices of a lookup or scatter come last, because JAX has computed them from the user's indices.
         numbers = sorted(range(len(found[1].operands)), key=lambda i: i == 1)
         have = filter(None, (self.every.describe(self.every.sharded(*found[:2], i)) for i in numbers))
@@ -261,7 +263,7 @@ class _Causes(Search):
         return None
 
     def _reshape(self, found: Edge | None, line: str) -> Cause:
-        """Returns the cause for a reshape of the operand in `found`, or of an unknown one."""
+        """Returns the cause, "reshape", for a reshape of the operand in `found`, or of an unknown one."""
         if found is None:
             return Cause("reshape", self._whole("a reshape", None, []), _EXTENTS, line)
         before, after = (each.shapes[0][1] for each in (found[0].operands(found[1])[0], found[1]))
@@ -272,8 +274,8 @@ class _Causes(Search):
     # Products ----------------------------------------------------------------------------------------------------
 
     def _product(self, found: Edge, line: str) -> Cause:
-        """Returns the cause for a product that reads the data in `found`: how the dimensions that it sums and keeps are
-        sharded, or else who asks for the result (`_asked`)."""
+        """Returns the cause, "product", for a product that reads the data in `found`: how the dimensions that it sums
+        and keeps are sharded. If these agree, returns the cause of `_asked`, or else how the result is sharded."""
         place, product, side = found
         who = "the gradient's " if is_backward(product) else "this "
         who += "convolution" if product.opcode == "convolution" else "product"
@@ -355,8 +357,8 @@ class _Causes(Search):
         return self._carry(None, None, line)
 
     def _next_carry(self, through: Instruction, line: str) -> Cause:
-        """Returns the cause of a move of data that a loop's body returns as `through`: a carry of the next
-        iteration."""
+        """Returns the cause, "carry", of a move of data that a loop's body returns as `through`, for its next
+        iteration. `line`: the line of the cause if the data has none."""
         whole, root = self.program.whole, self.computation.root
         lines = map(self.module.line, chain(self.computation, through))
         line = next(filter(None, lines), line)

@@ -119,6 +119,7 @@ class CompiledExplanation:
         return f"CompiledExplanation({self._totals()})"
 
     def __str__(self) -> str:
+        """Returns the table with `_words` and `_notes`, and the table of `calls` if it has rows."""
         lines, remedies = list[str](), set[str]()
         for line, row in zip(aligned(_narrow(self._table())), [None, *_merged(self.rows)], strict=True):
             lines.append(line)
@@ -169,8 +170,9 @@ def compile_program(lowered: Any) -> tuple[Any, Program]:
 
 
 def settled_program(lowered: Any) -> Module | None:
-    """Returns the program before XLA's partitioner, with the shardings that XLA settles; None if no partitioner ran.
-    The first call that the partitioner asks about stops the compilation (`partitioner.explaining`)."""
+    """Returns the program before XLA's partitioner, with the shardings that XLA settles; None if no partitioner ran. If
+    `lowered` is from `partitioner.explaining(stops=True)`, the compilation stops at the first call that the partitioner
+    asks about; otherwise it runs to the end. Raises other errors of XLA."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             _compile(lowered, folder)
@@ -185,8 +187,8 @@ def _compile(lowered: Any, folder: str) -> Any:
 
 
 def compiled_explanation(compiled: Any, program: Program, calls: Explanation) -> CompiledExplanation:
-    """Explains a compiled program: XLA's collectives and products, then jaxmp's calls that read data of other
-    devices."""
+    """Returns the explanation of a compiled program: rows of XLA's collectives and products, then of jaxmp's calls that
+    read data of other devices without XLA's collectives. `calls`: the explanation of the program's calls."""
     left = {row.line: row.why for row in calls.rows if row.why.startswith("not fused")}
     origins = Origins(program)
     rows = list(_rows(origins, left, calls.rows))
@@ -329,8 +331,9 @@ def _multiplies(module: Module, each: Instruction) -> bool:
 
 def _merged(rows: Sequence[Operation]) -> list[Operation]:
     """Merges rows that are equal in line, kind, axes, kind of cause, `is_needed`, `is_hidden` and `across`, and adds
-    their counts. A merged row has the bytes of all runs, and its count is None if one is. Needed collectives come after
-    others, and products last. Causes and remedies are joined by `_joined`."""
+    their counts. A merged row has the bytes of all runs, and its count is None if one is. Causes and remedies are
+    joined by `_joined`. Other fields are from the row with the most bytes; its shape gets ", ..." if shapes differ.
+    Needed collectives come after others, and products last."""
     groups: dict[Any, list[Operation]] = {}
     for row in sorted(rows, key=lambda row: (row.kind == "dot", row.is_needed)):
         key = (row.kind, row.line, row.axes, row.cause_kind, row.is_needed, row.is_hidden, row.across)
@@ -374,7 +377,8 @@ def _cells(row: Operation) -> list[str]:
 
 
 def _words(row: Operation, remedies: set[str]) -> Iterable[str]:
-    """Yields the lines below a row, without `remedies`, which rows above have shown; adds the row's to them."""
+    """Yields the lines below a row: its cause, its remedies except `remedies`, which rows above have shown, calls in
+    flight, and products that could hide it. Adds the row's remedies to `remedies`."""
     for text in row.cause.splitlines():
         yield f"{text}{'; hidden behind other work' * row.is_hidden}"
     for text in row.remedy.splitlines():

@@ -93,7 +93,7 @@ def assert_no_collectives(
       allowed: kinds of collectives, "all-reduce", or kinds with the only mesh axis that they may use,
         ("all-reduce", "data").
       inside: "loop" checks only what a loop repeats, and also jaxmp's calls between devices, which are allowed
-        otherwise. One value, such as a loss, may be summed there.
+        otherwise. Collectives of a scalar, such as a loss, are allowed there.
 
     Returns: a function of the same arguments (arrays or `jax.ShapeDtypeStruct`s), which runs nothing and returns the
       `CompiledExplanation`.
@@ -134,7 +134,7 @@ def _check_allowed(
     explanation: CompiledExplanation, allowed: Collection[str | tuple[str, str]], inside: str | None
 ) -> None:
     """Raises AssertionError with the table of the collectives that are not allowed, if there are any. With `inside` it
-    checks only rows that a loop repeats, but also calls of jaxmp."""
+    checks only rows that a loop repeats, except scalars, but also calls of jaxmp."""
     every = (row for row in explanation.collectives if (_is_repeated(row) if inside else row.kind in COLLECTIVES))
     if rows := tuple(row for row in every if not _is_allowed(row, allowed)):
         found = dataclasses.replace(explanation, rows=rows, calls=Explanation(()), memory=None)
@@ -188,8 +188,8 @@ class _Explained:
         return explanation
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Traces the function. With `compiled`, a jitted function is traced with its shardings and donation, and a
-        function of arrays alone as it is; any other becomes a function of its arrays (`split_arrays`)."""
+        """Traces the function as a function of its arrays (`split_arrays`). With `compiled`, traces a result of
+        `jax.jit` as it is, with its shardings and donation."""
         if self._compiled and isinstance(self._fn, jax.stages.Wrapped):
             traced = self._fn.trace(*args, **kwargs)
             if hasattr(traced, "jaxpr"):  # a jit of nnx has other stages

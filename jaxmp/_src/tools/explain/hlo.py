@@ -130,6 +130,7 @@ def _shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
 
 @functools.lru_cache(8192)
 def _attribute(attributes: str, name: str) -> str:
+    """Returns the text of the attribute `name` without the braces around it; "" if there is none."""
     at = attributes.find(f"{name}=")
     while at > 0 and attributes[at - 1] not in " ,":  # the end of a longer name
         at = attributes.find(f"{name}=", at + 1)
@@ -205,9 +206,9 @@ class Module:
         self.chooses_results = "allow_spmd_sharding_propagation_to_output={true" in header
 
     def line(self, of: Instruction) -> str:
-        """Returns the user's line of an instruction (`innermost`), after "caller -> " if several lines call its
-        function, or if the function only asks for a sharding. "train.py:41 -> norm:12" is line 12 in a function norm of
-        the same file. A line in another file has the file's name."""
+        """Returns the user's line of an instruction (`innermost`), or "" if it is unknown; after "caller -> " if
+        several lines call its function, or if the function only asks for a sharding. "train.py:41 -> norm:12" is line
+        12 in a function norm of the same file. A line in another file has the file's name."""
         inner, stack = self.innermost(of), self._stack(of)
         pairs = [(a, b, self._callers.get(a, ())) for a, b in itertools.pairwise(stack)]
         above = (b for a, b, _ in pairs if self._only_constrains(a) and not self._only_constrains(b))
@@ -309,9 +310,9 @@ def _frames(header: str) -> tuple[dict[int, Sequence[Frame]], dict[Frame, set[Fr
 
 
 def _of_user(stack: Sequence[Frame]) -> Sequence[Frame]:
-    """Returns the frames outside libraries of layers, one per function, because JAX repeats frames around a loop for
-    its body; the innermost frame alone if all are in libraries. A call of an exported function has the frames of the
-    export inside its own. A function in both keeps the call's frame."""
+    """Returns the frames outside libraries of layers, only the innermost of each function, because JAX repeats frames
+    around a loop for its body; the innermost frame alone if all are in libraries. A call of an exported function has
+    the frames of the export inside its own. A function in both keeps the call's frame."""
     frames: dict[Any, Frame] = {}
     ends = [i + 1 for i, frame in enumerate(stack) if frame.function == "<module>"]
     for start, end in reversed([*itertools.pairwise(sorted({0, *ends, len(stack)}))]):

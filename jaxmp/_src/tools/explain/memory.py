@@ -64,8 +64,8 @@ def memory_of(compiled: Any, module: Module) -> Memory | None:
 
 
 def _largest(module: Module, computation: Computation) -> list[Instruction]:
-    """Returns the instructions with results that live when the schedule holds the most bytes. Parameters always
-    live."""
+    """Returns all instructions with results that live when the schedule holds the most bytes, not sorted by size.
+    Parameters always live. Constants, and results that share the memory of an operand, are left out."""
     order = list(computation.instructions.values())
     last = {each.name: i for i, each in enumerate(order)}
     alias: dict[str, str] = {}
