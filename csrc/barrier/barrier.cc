@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <map>
 #include <memory>
@@ -167,7 +168,12 @@ void LosePeer(int process, const std::string& gone) {
   r->Wake();
 }
 
-void LeaveBarrier(const std::string& reason) { Locked()->service.Leave(reason); }
+void LeaveBarrier(const std::string& reason) {
+  Locked()->service.Leave(reason);
+  while (!reason.empty() && Locked()->service.IsConnecting()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+}
 
 void ExpectCall(const CallSignature& signature) { Locked()->service.Expect(signature); }
 

@@ -43,7 +43,8 @@ void ConnectPeer(int process, int fd);
 // `process` cannot be connected, since it `gone`: "has ended ...".
 void LosePeer(int process, const std::string& gone);
 
-// Tells the peers that this process comes to no further call, and why: "" where all is well.
+// Tells the peers that this process comes to no further call, and why: "" where all is well. With a reason this waits
+// for connections that were asked for in the last second, so that those peers hear it too.
 void LeaveBarrier(const std::string& reason);
 
 // A program of this process has this call: one that waits at one call of a program may come to the others first.

@@ -16,6 +16,8 @@ constexpr double kPassed = 0.1;
 // Seconds that gloo waits for the others when it opens the transport of a set of devices.
 constexpr double kOpening = 30;
 constexpr std::chrono::milliseconds kPingInterval(1000);
+// How long a connection may take to be made.
+constexpr std::chrono::milliseconds kConnecting(1000);
 // How long others may take to say how a process has left that has said nothing on its connection.
 constexpr std::chrono::milliseconds kLost(500);
 
@@ -96,6 +98,13 @@ void Service::Leave(const std::string& reason) {
   for (const auto& [process, peer] : peers_) {
     if (peer.is_open) transport_->Send(process, *goodbye_);
   }
+}
+
+bool Service::IsConnecting() const {
+  return std::any_of(peers_.begin(), peers_.end(), [now = Clock::now()](const auto& each) {
+    const Peer& peer = each.second;
+    return peer.is_wanted && !peer.is_connected && peer.gone.empty() && now - peer.heard < kConnecting;
+  });
 }
 
 std::vector<PeerState> Service::States() {

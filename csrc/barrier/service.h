@@ -121,6 +121,8 @@ class Service {
   // Returns those who no longer wait. To be called after each event, and once in a kTick while one waits.
   std::vector<Resumed> Settle();
   void Leave(const std::string& reason);
+  // Whether a connection that was asked for in the last second is not there yet.
+  bool IsConnecting() const;
   std::vector<Resumed> Stop();
   void Forget() { is_running_ = false, peers_.clear(); }
 

@@ -293,7 +293,7 @@ NB_MODULE(_jaxmp, m) {
   m.def("wanted_processes", &WantedProcesses, nb::call_guard<nb::gil_scoped_release>());
   m.def("connect_peer", &ConnectPeer, nb::arg("process"), nb::arg("fd"));
   m.def("lose_peer", &LosePeer, nb::arg("process"), nb::arg("gone"));
-  m.def("leave_barrier", &LeaveBarrier, nb::arg("reason"));
+  m.def("leave_barrier", &LeaveBarrier, nb::arg("reason"), nb::call_guard<nb::gil_scoped_release>());
   m.def("stop_barrier", &StopBarrier, nb::call_guard<nb::gil_scoped_release>());
   m.def("barrier_failure", &BarrierFailure);
   m.def("late_failure", &LateFailure);

@@ -78,7 +78,7 @@ class Rank(threading.Thread):
 
 
 def initialize_distributed(*_):
-    """As the real one, without the state of a process."""
+    """Imitates the function of `jax_compat`, without the state of a process."""
     try:
         own.client.client.connect()
     except RuntimeError:

@@ -79,6 +79,7 @@ class Job::Node final : public barrier::Transport {
   void GoOn(Strand* strand);
   void Fail(Strand* strand, const std::string& message);
   void End(const std::string& reason);
+  void ExitOnceConnected();
   void Guard();
   void Finish();
   void CloseTransport();

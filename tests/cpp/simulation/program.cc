@@ -264,7 +264,18 @@ void Job::Node::End(const std::string& reason) {
   job_.Log(process_, "sees: " + reason);
   rank().saw = reason;
   service.Leave(reason.substr(0, 500));
-  Later(job_.now + kMilli, [this] { Exit(); });
+  ExitOnceConnected();
+}
+
+// As LeaveBarrier: a rank that is connected late hears the reason.
+void Job::Node::ExitOnceConnected() {
+  Later(job_.now + kMilli, [this] {
+    if (service.IsConnecting()) {
+      ExitOnceConnected();
+    } else {
+      Exit();
+    }
+  });
 }
 
 // As distributed._farewell.
