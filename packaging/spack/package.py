@@ -6,7 +6,7 @@ from spack.package import *
 class PyJaxmp(PythonPackage):
     """Distributed matrix multiplication for JAX: a primitive over cuBLASMp, and its calls on CPUs."""
 
-    # A checkout: spack develop --path <checkout> py-jaxmp@0.2.0
+    # A checkout: spack develop --path <checkout> py-jaxmp@0.3.0
     import_modules = ["jaxmp"]
 
     license("Apache-2.0")
