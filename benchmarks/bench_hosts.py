@@ -24,7 +24,7 @@ from tables import means
 
 import jaxmp
 from jaxmp._src.platform.hardware import hardware
-from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.jax_internals import jax_distributed
 from jaxmp._src.tools.cli import calibrate
 
 NAMES, ADDRESSES, LINK, PORT = ("jaxmp-bench-a", "jaxmp-bench-b"), ("10.77.41.1", "10.77.41.2"), "veth0", 9999
@@ -99,7 +99,7 @@ def child(process, sizes, rounds):
 
 
 def of_rank_0(process, text):
-    store = jax_compat.distributed_client()
+    store = jax_distributed.distributed_client()
     if process == 0:
         store.key_value_set("measured", text)
     return store.blocking_key_value_get("measured", 600_000)

@@ -21,7 +21,7 @@ from jaxmp._src.jobs import bootstrap, watch
 from jaxmp._src.jobs.peers import Peers
 from jaxmp._src.jobs.watch import DistributedError
 from jaxmp._src.platform.hardware import calibration, hardware
-from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering
+from jaxmp._src.platform.jax_internals import jax_compat, jax_distributed, jax_lowering
 from jaxmp._src.platform.runtime import logs
 from jaxmp._src.platform.runtime import native as native_lib
 from jaxmp._src.platform.runtime.config import add_xla_flag, config, loopback_without_proxy, parse_timeout
@@ -125,7 +125,7 @@ def initialize(
     for flag in ("xla_cpu_collective_timeout_seconds", "xla_gpu_nccl_termination_timeout_seconds"):
         add_xla_flag(flag, str(max(1, round(_TRANSFER * seconds))))
     bind_address = bootstrap.bind_address(host, int(port)) if process_id == 0 else None
-    if process_id != 0 and not jax_compat.uses_mutual_tls():
+    if process_id != 0 and not jax_distributed.uses_mutual_tls():
         bootstrap.route_to(_LOOPBACK)
         proxy_port = native_lib.extension().start_coordinator_proxy(host.strip("[]"), port)
         coordinator_address = f"{_LOOPBACK}:{proxy_port}"
@@ -185,7 +185,7 @@ def _join(job: _Job, host: str, timeout: int) -> None:
         raise DistributedError(f"initialize: the processes did not all meet within {timeout} s ({error})") from error
     job.peers = membership.peers
     hardware.set_of_job(membership.told)
-    jax_compat.let_gloo_listen_at(membership.peers.host)
+    jax_distributed.let_gloo_listen_at(membership.peers.host)
     native_lib.start_barrier(job.process, job.nprocesses, job.timeout)
     membership.peers.start(native.wanted_processes, membership.address_of, native.connect_peer, native.lose_peer)
     guard = functools.partial(
@@ -277,7 +277,7 @@ def _why_transport_failed(native: Any, is_large: bool) -> str:
 
 def _check_moment() -> None:
     """Raises RuntimeError if this process is in a job, or has started JAX's backend."""
-    if _job is not None or jax_compat.distributed_client() is not None:
+    if _job is not None or jax_distributed.distributed_client() is not None:
         raise RuntimeError("initialize: this process is part of a job already; call it once, or shutdown() in between")
     if jax_compat.backend_exists():
         raise RuntimeError(
@@ -295,7 +295,7 @@ def _farewell(job: _Job) -> str:
     A process knows its neighbours and the groups of its calls, so JAX's store says when all are here. It first
     completes the work that it has dispatched, because others wait for it.
     """
-    native, client = native_lib.extension(), jax_compat.distributed_client()
+    native, client = native_lib.extension(), jax_distributed.distributed_client()
 
     def why_not() -> str:
         for what, seconds in watch.troubles():
@@ -308,7 +308,7 @@ def _farewell(job: _Job) -> str:
         if failure := native.barrier_failure():
             return str(failure)
         native.leave_barrier("")
-        jax_compat.close_gloo()
+        jax_distributed.close_gloo()
         watch.on_waiter(lambda: client.wait_at_barrier("jaxmp/end", _NO_HEARTBEAT * 1000), why_not, job.at_end)
     except (DistributedError, jax.errors.JaxRuntimeError) as error:
         return str(cause(error) or f"the processes did not all leave ({error})")
@@ -335,7 +335,7 @@ def _forget() -> None:
         return
     if job.peers is not None:
         job.peers.forget()
-    jax_compat.forget_distributed()
+    jax_distributed.forget_distributed()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -421,7 +421,7 @@ def end_late():
     initialize()
     print("NEIGHBOURS", *sorted(jaxmp._src.platform.runtime.native.extension().peers()))
     # No rank may hear of an end before that.
-    jaxmp._src.platform.jax_internals.jax_compat.distributed_client().wait_at_barrier("seen", 60_000)
+    jaxmp._src.platform.jax_internals.jax_distributed.distributed_client().wait_at_barrier("seen", 60_000)
     if PROCESS == 3:
         time.sleep(1.5 * float(os.environ["JAXMP_TIMEOUT"]))
 

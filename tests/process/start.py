@@ -16,7 +16,7 @@ from job import free_port
 
 from jaxmp._src.jobs import bootstrap
 from jaxmp._src.jobs.watch import DistributedError
-from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.jax_internals import jax_distributed
 from jaxmp._src.platform.runtime import native
 
 HOST, PER_MACHINE, TIMEOUT, FOREVER = "127.0.0.1", 16, 60, 10**6
@@ -78,7 +78,7 @@ class Rank(threading.Thread):
 
 
 def initialize_distributed(*_):
-    """Imitates the function of `jax_compat`, without the state of a process."""
+    """Imitates the function of `jax_distributed`, without the state of a process."""
     try:
         own.client.client.connect()
     except RuntimeError:
@@ -91,14 +91,17 @@ def start() -> None:
     parser.add_argument("--missing", type=int, nargs="*", default=[])
     options = parser.parse_args()
     threading.stack_size(1 << 18)
-    jax_compat.distributed_client, jax_compat.initialize_distributed = (lambda: own.client), initialize_distributed
+    jax_distributed.distributed_client, jax_distributed.initialize_distributed = (
+        (lambda: own.client),
+        initialize_distributed,
+    )
     native.extension = lambda: types.SimpleNamespace(share_arena=lambda *_: None)
     bootstrap._share_arena = share_arena
     port, n = free_port(), options.ranks
     lasting = {"heartbeat_timeout": FOREVER, "shutdown_timeout": 60}
     address = f"{HOST}:{port}"
     service = [_jax.get_distributed_runtime_service(address, n, cluster_register_timeout=TIMEOUT, **lasting)]
-    jax_compat.end_service = service.clear
+    jax_distributed.end_service = service.clear
     ranks = [Rank(port, i, n) for i in range(n) if i not in options.missing]
     began = time.monotonic()
     for rank in ranks:

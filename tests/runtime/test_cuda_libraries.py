@@ -283,13 +283,13 @@ class FakeStore:
 
 def test_ids_travel_through_the_store(monkeypatch):
     store = FakeStore()
-    monkeypatch.setattr(native.jax_compat, "distributed_client", lambda: store)
+    monkeypatch.setattr(native.jax_distributed, "distributed_client", lambda: store)
     assert native._exchange("nccl/y/0", b"\0id\xff", 5.0) == b"\0id\xff"
     assert store.values == {"nccl/y/0": b"\0id\xff"}
     assert native._exchange("nccl/y/0", None, 5.0) == b"\0id\xff"
     assert store.waits == [5000]
     with pytest.raises(TimeoutError, match=r"no process has published nccl/y/1 within 0\.25 s; a process of"):
         native._exchange("nccl/y/1", None, 0.25)
-    monkeypatch.setattr(native.jax_compat, "distributed_client", lambda: None)
+    monkeypatch.setattr(native.jax_distributed, "distributed_client", lambda: None)
     with pytest.raises(RuntimeError, match=r"no store is left for nccl/y/0: jax\.distributed\.shutdown\(\)"):
         native._exchange("nccl/y/0", None, 1.0)

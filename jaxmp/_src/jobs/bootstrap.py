@@ -22,7 +22,7 @@ import jax
 
 from jaxmp._src.jobs.peers import Peers
 from jaxmp._src.jobs.watch import DistributedError
-from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.jax_internals import jax_distributed
 from jaxmp._src.platform.runtime import cuda_libraries, logs, native
 from jaxmp._src.platform.runtime.config import config, is_open_mpi_4, launcher
 
@@ -60,7 +60,7 @@ def check_arguments(coordinator_address: object, num_processes: Any, process_id:
         )
 
 
-def detect(local_device_ids: int | Sequence[int] | None, timeout: int) -> jax_compat.Processes:
+def detect(local_device_ids: int | Sequence[int] | None, timeout: int) -> jax_distributed.Processes:
     """Returns what the launcher (mpiexec or srun) says about this process, by JAX's own detection (`Processes`). Raises
     RuntimeError without a launcher, if its variables are incomplete, or if mpi4py sees another number of processes than
     mpiexec started; ImportError under mpiexec without mpi4py, except under Open MPI 4."""
@@ -89,7 +89,7 @@ def detect(local_device_ids: int | Sequence[int] | None, timeout: int) -> jax_co
                     "belong to different MPIs; use the mpiexec that came with mpi4py's MPI"
                 )
     try:
-        processes = jax_compat.detect_processes(method, local_device_ids, timeout)
+        processes = jax_distributed.detect_processes(method, local_device_ids, timeout)
         check_arguments(*processes[:3])
     except (KeyError, ValueError) as error:
         why = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
@@ -125,7 +125,7 @@ def connect(
     """Connects to JAX's coordination service, which waits for all processes. If some do not come within `timeout`
     seconds, raises the same DistributedError on all that are here, with their ranks."""
     try:
-        jax_compat.initialize_distributed(timeout, coordinator, nprocesses, process, **options)
+        jax_distributed.initialize_distributed(timeout, coordinator, nprocesses, process, **options)
     except jax.errors.JaxRuntimeError as error:
         report = re.search(r"reached the barrier: (\d+)/.* task names:\n([\d\n]*)", str(error), flags=re.DOTALL)
         if not report:
@@ -151,7 +151,7 @@ def _absent(host: str, port: int, process: int, nhere: int, nprocesses: int) -> 
         time.sleep(0.1)
     if process != 0:
         return []
-    jax_compat.end_service()
+    jax_distributed.end_service()
     own = _own_address(host)
     with contextlib.suppress(OSError), socket.create_server((own, port), family=_family(own), backlog=1024) as listener:
         while len(here) < nhere:
@@ -175,7 +175,7 @@ def join_job(host: str, process: int, nprocesses: int, timeout: int, *, reach: f
     `host`: the coordinator's. `reach`: seconds to ask for the address of a peer. `tells`: rank 0's message to all. The
     data that a process publishes and reads in JAX's store does not grow with the number of processes.
     """
-    client, milliseconds = jax_compat.distributed_client(), timeout * 1000
+    client, milliseconds = jax_distributed.distributed_client(), timeout * 1000
     key = "jaxmp/"
     if process == 0:
         client.key_value_set(f"{key}begin", "\n".join([secrets.token_hex(32), " ".join(_versions()), tells]))

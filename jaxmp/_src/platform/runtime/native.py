@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering
+from jaxmp._src.platform.jax_internals import jax_compat, jax_distributed, jax_lowering
 from jaxmp._src.platform.runtime import cuda_libraries, logs
 from jaxmp._src.platform.runtime.config import config
 
@@ -205,7 +205,7 @@ def _exchange(key: str, value: bytes | None, timeout: float) -> bytes:
     """Publishes `value` under `key` in JAX's store and returns it; if it is None, waits for another process's value.
     Processes exchange NCCL ids this way. Raises TimeoutError after `timeout` seconds, and RuntimeError after
     `jax.distributed.shutdown()`."""
-    client = jax_compat.distributed_client()
+    client = jax_distributed.distributed_client()
     if client is None:
         raise RuntimeError(f"no store is left for {key}: jax.distributed.shutdown() came before a call's first run")
     if value is not None:

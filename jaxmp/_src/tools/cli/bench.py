@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     dtype, names = dtype_of(options.dtype), _patterns(options)
     devices = require_devices(options.mesh)
     results, wrong = [], []
-    with progress("bench", len(names), is_quiet=options.json) as step:
+    with jax.enable_x64(True), progress("bench", len(names), is_quiet=options.json) as step:
         for name in names:
             calls, reason = contenders(name, devices, (options.m, options.k, options.n), dtype)
             if error := disagreement(calls, options.k, dtype):

@@ -113,6 +113,8 @@ def mesh_of(text: str) -> Mesh | None:
     if not re.fullmatch(r"\w+=[1-9]\d*(,\w+=[1-9]\d*)*", text):
         raise CommandError(f"--mesh takes axes as x=2,y=2, got {text!r}")
     sizes = {name: int(size) for name, size in (axis.split("=") for axis in text.split(","))}
+    if len(sizes) <= text.count(","):
+        raise CommandError(f"--mesh takes each axis once, got {text!r}")
     devices = require_devices(math.prod(sizes.values()))
     types = (AxisType.Explicit,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     if options.calibrate:
         if nprocesses == 1:
             make_cpu_devices(_CALIBRATED)
-        with progress("calibrate", 6, is_quiet=options.json or not is_first) as step:
+        with progress("calibrate", 7, is_quiet=options.json or not is_first) as step:
             measured = calibrate.measure(step)
         if is_first:
             calibration.save(measured)
