@@ -91,8 +91,12 @@ demo-mpi: $(MPI)/.ready ## Train over four processes that mpiexec starts; MPI co
 examples: $(DEMO)/.examples ## Run every example of one process
 	@for example in $(filter-out %_processes.py,$(wildcard examples/[0-9]*.py)); do echo "== $$example"; $(DEMO)/bin/python $$example; done
 
+# A sixth of the cases, another one in each run; tests without cases all run. The command line shows which, and
+# `make test SHARE=2/6` runs it again.
+SHARE ?= $(shell shuf -i 0-5 -n 1)/6
 .PHONY: test
-test: test-cpp test-python ## Run the C++ tests and the small suite of the Python tests (ARGS=--exhaustive: every case)
+test: test-cpp ## Run the C++ tests and a drawn sixth of the Python tests' cases
+	@$(MAKE) --no-print-directory test-python ARGS="--share $(SHARE) $(ARGS)"
 
 # A case in 24 of the tests that tell most, for two minutes in a fresh clone; half of that compiles.
 QUICK = product/test_table.py product/test_numerics.py product/test_hlo.py determinism/test_determinism.py \
