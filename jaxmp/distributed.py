@@ -171,8 +171,8 @@ def initialize(
 def _join(job: _Job, host: str, timeout: int) -> None:
     """Meets the other processes, starts the barrier and the threads that watch peers, and connects to the neighbours of
     this process. `host`: the coordinator's. `timeout`: seconds for each wait. Raises DistributedError if processes are
-    missing, or if the job is refused, for example for different versions; neighbours are connected even then, so that
-    the error reaches them."""
+    missing. Raises it also if the job is refused, for example for different versions, but first connects to the
+    neighbours, so that the error reaches them."""
     native = native_lib.extension()
     join = functools.partial(
         bootstrap.join_job, host, job.process, job.nprocesses, timeout, reach=job.timeout, tells=calibration.for_job()
@@ -207,7 +207,7 @@ def shutdown() -> None:
     `jax.extend.backend.clear_backends()` it can, at another port: rank 0 may still be closing the last one.
 
     Raises:
-      DistributedError: a process has ended without leaving, or does not answer.
+      DistributedError: a process has ended without leaving, or does not answer, or the job has failed before.
 
     >>> import jaxmp
     >>> jaxmp.distributed.shutdown()  # nothing to leave: does nothing
@@ -234,7 +234,8 @@ def cause(error: BaseException) -> DistributedError | None:
 
     A DistributedError is returned itself. A program that is already running fails in JAX, with an error of JAX's type.
     Most such errors hold our message. An error of Gloo, the transport between CPUs, does not. In a job, `cause` then
-    asks the peers which rank failed (up to a second), and marks the job as failed.
+    asks the peers which rank failed (up to a second), marks the job as failed, and returns a DistributedError even if
+    every process answers. Without a job it returns None.
 
     >>> import jax, jaxmp
     >>> try:
@@ -262,7 +263,8 @@ def _why_transport_failed(native: Any, is_large: bool) -> str:
     """Returns which peers have ended, else which are silent, else that every process answers; for messages.
 
     Waits up to a second for the first peer that has ended; in a large job for the first that has ended in a failure,
-    because ranks of other groups may have ended well before. Omits peers that ended because of another rank.
+    because ranks of other groups may have ended well before. Omits peers that ended because of another rank; if all
+    did, returns the first.
     """
     deadline, gone = time.monotonic() + 1, dict[int, Any]()
     while all(is_large and peer["is_clean"] for peer in gone.values()) and time.monotonic() < deadline:
@@ -276,7 +278,7 @@ def _why_transport_failed(native: Any, is_large: bool) -> str:
 
 
 def _check_moment() -> None:
-    """Raises RuntimeError if this process is in a job, or has started JAX's backend."""
+    """Raises RuntimeError if this process is in a job (also one of JAX alone), or has started JAX's backend."""
     if _job is not None or jax_distributed.distributed_client() is not None:
         raise RuntimeError("initialize: this process is part of a job already; call it once, or shutdown() in between")
     if jax_compat.backend_exists():
@@ -291,9 +293,9 @@ def _check_moment() -> None:
 def _farewell(job: _Job) -> str:
     """Leaves together with all others, however long they take; returns why that is not possible, or "".
 
-    The reason is the barrier's failure, a peer that has ended in a failure, or one that is silent for `job.timeout`.
-    A process knows its neighbours and the groups of its calls, so JAX's store says when all are here. It first
-    completes the work that it has dispatched, because others wait for it.
+    The reason is the barrier's failure, a peer that has ended in a failure or is silent for `job.timeout`, or an error
+    of JAX. A process knows its neighbours and the groups of its calls, so JAX's store says when all are here. First
+    completes the work that this process has dispatched, because others wait for this work.
     """
     native, client = native_lib.extension(), jax_distributed.distributed_client()
 
@@ -316,7 +318,7 @@ def _farewell(job: _Job) -> str:
 
 
 def _uncaught() -> BaseException | None:
-    """Returns the exception that ends this process, or None.
+    """Returns the exception that ends this process, or None; None also for SystemExit.
 
     The interpreter keeps the last uncaught exception. If it has ended the program, its outermost frame has no caller.
     At a prompt, and if a library prints an exception, the program goes on.
@@ -328,7 +330,8 @@ def _uncaught() -> BaseException | None:
 
 
 def _forget() -> None:
-    """Forgets, in a forked child, the job and JAX's part of it, and closes the sockets that it has inherited."""
+    """Drops the job and JAX's part of the job in a forked child, and closes the child's copies of the sockets. Does
+    nothing without a job."""
     global _job
     job, _job = _job, None
     if job is None:
@@ -343,9 +346,9 @@ os.register_at_fork(after_in_child=_forget)
 
 @atexit.register
 def _at_exit() -> None:
-    """Leaves the job, if any, at the end of the program. If the job has failed, or an exception ends the program, it
-    prints the reason, tells the peers, and ends the process with status 1: JAX's own exit would wait in a barrier for
-    processes that may be gone."""
+    """Leaves the job, if any, at the end of the program. If the job has failed, leaving fails or is interrupted, or an
+    exception ends the program, prints the reason (unless the traceback shows it), tells the peers, and ends the process
+    with status 1: JAX's own exit would wait in a barrier for processes that may be gone."""
     global _job
     if _job is None:
         return

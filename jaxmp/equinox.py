@@ -37,7 +37,8 @@ class Linear(_equinox.nn.Linear):  # type: ignore[misc]
     A call takes x (in_features,), as in Equinox, or (..., in_features) without `jax.vmap`, and returns
     (..., out_features). An `out_sharding` with dimensions other than the features needs the second form.
 
-    Raises: as `jaxmp.linear`; ValueError for an x of another shape.
+    A call raises what `jaxmp.linear` raises, and ValueError for an x of another shape. The constructor does not check
+    `activation`.
 
     >>> import jax, jax.numpy as jnp, jaxmp.equinox
     >>> layer = jaxmp.equinox.Linear(3, 4, activation="silu", key=jax.random.key(0))
@@ -96,7 +97,8 @@ class MoE(_equinox.Module):  # type: ignore[misc]
     A call takes x (features,), as in Equinox, or (..., features) without `jax.vmap`. It returns y with x's shape and
     the loss of this call's tokens that balances experts.
 
-    Raises: as `jaxmp.moe_mlp`; ValueError for other scores, and for a top_k above num_experts.
+    A call raises what `jaxmp.moe_mlp` raises, and ValueError for other scores, and unless top_k is from 1 to
+    num_experts. The constructor checks neither.
 
     >>> import jax, jax.numpy as jnp, jaxmp.equinox
     >>> layer = jaxmp.equinox.MoE(3, 8, num_experts=4, top_k=2, key=jax.random.key(0))

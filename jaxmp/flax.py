@@ -47,7 +47,7 @@ class Linear(nnx.Linear):  # type: ignore[misc]
     A call takes x (..., in_features) and an `out_sharding`, and returns (..., out_features). Parameters take part in
     JAX's promotion as in Flax (`dtype`, `promote_dtype`).
 
-    Raises: as `jaxmp.linear`; ValueError for another `dot_general`.
+    A call raises what `jaxmp.linear` raises. The constructor raises ValueError for another `dot_general`.
 
     >>> import jax.numpy as jnp, jaxmp.flax
     >>> from flax import nnx
@@ -105,7 +105,8 @@ class MoE(nnx.Module):  # type: ignore[misc]
     `num_experts * sum(f * P)`: f is the fraction of all choices that an expert gets, P its mean score (Fedus et al.,
     arXiv:2101.03961). The loss is 1 for a perfect balance.
 
-    Raises: as `jaxmp.moe_mlp`; ValueError for other scores, and for a top_k above num_experts.
+    A call raises what `jaxmp.moe_mlp` raises, and ValueError for other scores, and unless top_k is from 1 to
+    num_experts. The constructor checks neither.
 
     >>> import jax.numpy as jnp, jaxmp.flax
     >>> from flax import nnx

@@ -73,10 +73,10 @@ def amax(x: Array) -> jax.Array:
 
 
 def scale_for(amax: ArrayLike, dtype: DTypeLike = _E4M3, *, margin: int = 0) -> jax.Array:
-    """Returns the float32 scale that brings `amax` to `2**-margin` times the largest number of `dtype`.
+    """Returns the float32 scale, of amax's shape, for which amax / scale is `2**-margin` times `largest(dtype)`.
 
     It is 1 if amax is 0 or not finite, and otherwise a normal number (TransformerEngine's rules): a smaller one, which
-    XLA treats as 0 on CPUs, becomes 2^-126, and a larger one the largest float32.
+    XLA treats as 0 on CPUs, becomes 2^-126, and a larger one the largest float32. Raises TypeError as `largest`.
     """
     amax = jnp.asarray(amax, jnp.float32)
     return _usable(amax * (2.0**margin / largest(dtype)), amax)
@@ -101,6 +101,7 @@ def tensor(x: Array, dtype: DTypeLike = _E4M3, *, scale: jax.Array | None = None
     >>> (q.astype(jnp.float32) * scale).tolist()
     [1.0, -2.0, 0.5]
     """
+    largest(dtype)  # raises for other types
     scale = scale_for(amax(x), dtype) if scale is None else scale
     return low_precision.encode(_over(_wide(x), scale), dtype), scale
 
@@ -159,10 +160,10 @@ def mxfp8(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
 
 
 def nvfp4(x: Array, *, global_scale: ArrayLike = 1.0) -> tuple[jax.Array, jax.Array]:
-    """Returns (q, scale (rows, k/16) of float8_e4m3fn): NVFP4; x = q * scale * global_scale.
+    """Returns (q, scale (..., k/16) of float8_e4m3fn) of x (..., rows, k): NVFP4; x = q * scale * global_scale.
 
     `global_scale`, float32, goes into alpha; `nvfp4_global_scale` makes full use of the scales' range. The bits equal
-    the quantization of `jax.nn.scaled_dot_general` with the config "nvfp4", except blocks of zeros, where it has NaN.
+    the quantization of `jax.nn.scaled_dot_general` with the config "nvfp4", except blocks of zeros, where JAX has NaN.
     """
     _check_blocks("nvfp4", x, 16)
     scaled = _wide(x) / global_scale
@@ -272,13 +273,14 @@ def _check_type(name: str, x: Array, dtype: str) -> None:
 
 
 def _check_blocks(name: str, x: Array, size: int, ndim: int = 2, dtype: DTypeLike = _E4M3) -> None:
-    """Raises TypeError unless `dtype` is a float8 type; ValueError unless x has `ndim` dimensions and `size` divides
-    the last."""
-    if not jnp.dtype(dtype).name.startswith("float8") or largest(dtype) < 1:
+    """Raises TypeError unless `dtype` is a float8 type for numbers (not e8m0); ValueError unless x has at least `ndim`
+    dimensions and `size` divides the last. `name`: the function in messages."""
+    if not jnp.dtype(dtype).name.startswith("float8"):
         raise TypeError(
             f"quantize.{name}: dtype must be a float8 type, got {jnp.dtype(dtype).name}; int8 has one scale, or one "
             "for each row (quantize.tensor, quantize.rows), and float4 has quantize.nvfp4"
         )
+    largest(dtype)  # raises for the type of scales
     if x.ndim < ndim or x.shape[-1] % size:
         raise ValueError(
             f"quantize.{name}: the last dimension must be a multiple of {size}, got shape {tuple(x.shape)}"

@@ -147,7 +147,8 @@ def check_rows(
     """Checks that rows of D and aux have the same bits in a product of these rows alone as among max(counts) rows.
 
     Compares the first m rows for each m in `counts`, and some random selections of rows. `extents`: (k, n). Omits bias
-    gradients that sum over rows. Returns the number of selections. Raises AssertionError for other bits.
+    gradients that sum over rows. Returns the number of selections. Raises AssertionError for other bits, or if D is all
+    zeros.
     """
     k, n = extents
     is_transposed = epilog == Epilog.BGRADA  # it sums an a that is stored (k, m)
@@ -211,7 +212,7 @@ def check_meshes(
 
     `extents` are (m, n, k), `only` names of layouts, all by default. `transpose`: "T" or "N" for a and for b. Compares
     d, gelu_aux and the gradients in a, b, c and bias. Omits "grid" for a complex transposed a, which jaxmp refuses.
-    Returns the number of layouts compared. Raises AssertionError for other bits.
+    Returns the number of layouts compared. Raises AssertionError for other bits, or if a result is all zeros.
     """
     m, n, k = extents
     is_transposed = [letter == "T" for letter in transpose]
@@ -271,7 +272,8 @@ def checks(is_quick: bool, implementations: tuple[str, ...] = IMPLEMENTATIONS) -
 
 
 def _checks_of_batch(implementation: str, dtype: str, is_quick: bool) -> Iterator[Check]:
-    """Yields the checks of rows, with every epilog that `_serves`, and of columns without an epilog."""
+    """Yields the checks of rows, without and with each epilog that `_serves`, and of columns without an epilog.
+    `is_quick`: fewer rows and extents, and every fourth epilog."""
     step, head = 4 if is_quick else 1, f"{implementation} {dtype}"
     serves = functools.partial(_serves, implementation, dtype)
     rows = _place_counts(implementation, SOME_ROWS if is_quick else ROWS, fixed_shape.ROWS)
@@ -294,7 +296,8 @@ def _place_counts(implementation: str, counts: tuple[int, ...], size: int) -> tu
 
 
 def _checks_of_topology(implementation: str, dtype: str, is_quick: bool, devices: list[int]) -> Iterator[Check]:
-    """Yields the checks without an epilog on meshes of all counts `devices`, and of the epilogs on the last count."""
+    """Yields the checks without an epilog on meshes of all counts `devices`, and of the epilogs that `_serves`, without
+    derivatives, on the last count. `is_quick`: one product without an epilog, and every sixth epilog."""
     head = f"{implementation} {dtype}"
     check = functools.partial(check_meshes, "topology", implementation, dtype)
     # For cuBLASMp several tiles, so that ranks of a mesh place their rows and columns differently in the tiles.

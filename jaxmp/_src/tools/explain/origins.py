@@ -68,7 +68,7 @@ class Origins:
 
     def producers(self, start: Dim, axis: str) -> tuple[str, ...]:
         """Returns at most two arguments or constraints, at `start` or before it, that make the axis shard the
-        dimension; () if the axis does not shard it."""
+        dimension; () if the axis does not shard it, or if none of them asks for it."""
         stack, below = [start], dict[Dim, list[Dim]]()
         while stack:
             at = stack[-1]
@@ -116,9 +116,10 @@ class Origins:
         return tuple(name + f" in {line}" * (bool(line) and name.startswith("dimension")) for name in names)
 
     def met(self, start: Dim, axis: str) -> Dim | None:
-        """Returns the first dimension after `start` that has a producer of this axis, or else the dimension of the
-        program's result. Follows users, and dimensions that a product sums together, while the axis shards them. None
-        if there is no such dimension within the search's limit, or if XLA chooses the shardings of results."""
+        """Returns the first dimension after `start` that has a producer of this axis, or that the program returns; this
+        may be `start` itself. Follows users, and dimensions that a product sums together, while the axis shards them.
+        None if there is no such dimension within the search's limit. Results count only if XLA does not choose their
+        shardings."""
         waiting, seen = [start], {start}
         while waiting and len(seen) < 500:
             at = waiting.pop(0)
@@ -177,7 +178,7 @@ class Origins:
 
     def users(self, at: Dim) -> Iterator[Dim]:
         """Yields the dimensions of results that come from this one (`operands`); for a root also the caller's
-        result."""
+        result. Calls and conditionals are not users of their operands."""
         place, each, part, index = at
         for user in place.users[each.name]:
             if user.opcode == "tuple":
@@ -269,9 +270,9 @@ def asker(place: Computation, each: Instruction) -> str:
 
 
 def function(place: Computation, each: Instruction, primitive: str) -> str:
-    """Names what computes a value: "softmax", a function of jax.numpy or jax.nn, if the primitive is its last one, else
-    "exp in softmax", the primitive in this function or in a layer. A layer is a Flax linen module or a scope named by
-    the user."""
+    """Names what computes a value: "softmax" if `each` is the last operation of this function of jax.numpy or jax.nn,
+    "exp in softmax" if it is an earlier one, or "exp in Dense_0" in a layer. A layer is a Flax linen module or a scope
+    named by the user. Elsewhere returns the primitive alone. If `primitive` is "", names the opcode or an argument."""
     # Inside a shard_map JAX has no names of scopes.
     primitive = primitive or (each.opcode not in MOVES and each.op_name) or each.opcode
     outer, _, scope = each.op_name.rpartition("/")[0].rpartition("/")
@@ -337,7 +338,8 @@ def _same_place(at: Dim, below: Dim, number: int) -> int | None:
 
 
 def _of_lookup(each: Instruction, index: int, number: int, rank: int, operand_rank: int) -> int | None:
-    """Does `_same_place` for dimension `index` of a gather or scatter: for its table (0) and its indices (1)."""
+    """Returns the dimension of a gather's or scatter's table (`number` 0) or indices (1) that corresponds to dimension
+    `index` of its result; None if there is none. `rank`: of the result."""
     is_gather = each.opcode == "gather"
     tables = each.numbers("operand_batching_dims" if is_gather else "input_batching_dims")
     indices = each.numbers("start_indices_batching_dims" if is_gather else "scatter_indices_batching_dims")

@@ -50,7 +50,7 @@ class Program:
 
     @functools.cached_property
     def _partitioned(self) -> dict[str, list[Place]]:
-        """The collectives after the partitioner, by channel, by their names in JAX, and by the names of operands."""
+        """Returns the collectives after the partitioner, by each of their `keys` for operand 0; {} without `parts`."""
         found: dict[str, list[Place]] = {}
         for computation in self.parts.computations.values() if self.parts else ():
             for each in computation.instructions.values():
@@ -137,7 +137,7 @@ class Program:
 
 
 def _by_name(module: Module | None) -> dict[tuple[str, str], list[Place]]:
-    """Returns the instructions with a name, by (name in JAX, opcode), and by (name in JAX, "")."""
+    """Returns the instructions with a name, by (`origin`, opcode), and by (`origin`, ""); {} without a module."""
     found: dict[tuple[str, str], list[Place]] = {}
     for computation in module.computations.values() if module else ():
         for each in computation.instructions.values():
@@ -149,8 +149,8 @@ def _by_name(module: Module | None) -> dict[tuple[str, str], list[Place]]:
 
 def keys(computation: Computation, collective: Instruction, operand: int) -> list[str]:
     """Returns keys that identify a collective in every version of a program, the most reliable one first: its channel,
-    its name, and the name of the operation that makes its operand (`source`). A combined collective has no channel, and
-    its own name comes third. The last key is the scope and frame of `source`, which XLA may have replaced."""
+    its `origin`, the `origin` of its `source`, and the scope and frame of its `source`, which XLA may have replaced. A
+    combined collective has no channel, and its own `origin` comes second. Leaves out keys without a value."""
     is_single = len(collective.operands) == 1 or collective.kind == "all-to-all"  # XLA has combined others
     channel = collective.attribute("channel_id") if is_single else ""
     made = source(computation, collective, operand)
@@ -207,8 +207,9 @@ def split(text: str) -> Iterator[str]:
 
 
 def groups_of(instruction: Instruction, ndevices: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups of devices that communicate with each other, by their numbers in the program; (from, to) for a
-    permute, one group of all devices if the text lists none, () if it says nothing."""
+    """Returns the groups of devices that communicate with each other, by their numbers in the program. For a permute,
+    returns pairs (from, to) of different devices. One group of all devices if the text lists none, () if it says
+    nothing."""
     if pairs := instruction.attribute("source_target_pairs"):
         return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", "{" + pairs + "}") if a != b)
     found = re.search(
@@ -238,7 +239,7 @@ def groups_of(instruction: Instruction, ndevices: int) -> tuple[tuple[int, ...],
 
 def sharded(text: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], ...] | None:
     """Returns the mesh axes that shard each dimension, from the text of a sharding; () if replicated, None if unknown.
-    A tuple has no such list; ask for the sharding of one of its parts."""
+    Not for the text of a tuple, where the result is meaningless: pass one of its parts (`split`)."""
     if dims := re.search(r"mesh\[.*?\], \[(.*)\]", text):
         return tuple(tuple(re.findall(r"'([^']*)'", dim)) for dim in re.findall(r"\{([^{}]*)\}", dims[1]))
     found = re.match(r"devices=\[([\d,]+)\](<=)?(\S+)", text)

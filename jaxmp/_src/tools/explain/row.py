@@ -101,8 +101,8 @@ class Row:
 
     def time(self, hardware: Hardware) -> CallTime | None:
         """Predicts the time of one run; None if extents are symbolic, if XLA partitions the product, or if the machine
-        has no rate for the type. On devices that share a processor, the host implementation reads the operands of its
-        peers in place. On other machines it counts as cuBLASMp, which overlaps its transfers."""
+        has no rate for a product's type. On devices that share a processor, the host implementation reads the operands
+        of its peers in place. On other machines it counts as cuBLASMp, which overlaps its transfers."""
         if not isinstance(self.flops, int) or (self.pattern == "XLA's" and self.ndevices > 1):
             return None
         types = self.dtypes.split(",")[0].replace(" -> ", " x ").split(" x ")

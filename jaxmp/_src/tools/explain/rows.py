@@ -167,8 +167,8 @@ def _collective_name(eqn: Any) -> str:
 
 def _follow_gathers(eqn: Any, gathered: dict[int, frozenset[str]]) -> None:
     """Adds to `gathered`, by the `id` of each result of `eqn`, the axes along which `eqn` or equations before it
-    gathered the value. Devices along them hold the same value, even if its type varies over them. Adds nothing for
-    other equations than gathers that have several operands or an inner jaxpr."""
+    gathered the value. Devices along them hold the same value, even if its type varies over them. Adds nothing for an
+    equation with several operands or an inner jaxpr, unless it is a gather."""
     if _collective_name(eqn).startswith("all_gather") and "axis_name" in eqn.params:  # not for its end, all_gather_done
         axes = eqn.params["axis_name"]
         new = frozenset((axes,) if isinstance(axes, str) else axes)
@@ -191,9 +191,10 @@ def matmul_row(
     varying: tuple[Collection[str], Collection[str]] = ((), ()),
     dims: tuple[Dim, ...] = (),
 ) -> Row:
-    """Returns the row of a product of one device's shards, with the types `a` and `b`. `varying`: the axes along which
-    a, and along which b, differs between ranks. `dims`: the dimensions of the enclosing shard_map that several axes
-    shard. `why`: one more reason, added to the row's. A call that XLA has yet to settle counts as local."""
+    """Returns the row of a product of one device's shards, with the types `a` and `b`. In a batch, it is the row of one
+    index. `count` is used as it is. `varying`: the axes along which a, and along which b, differs between ranks.
+    `dims`: the dimensions of the enclosing shard_map that several axes shard. `why`: one more reason, added to the
+    row's. A call that XLA has yet to settle counts as local."""
     spec = spec.settled()
     with naming(spec.function + f" at {line}" * bool(line)):
         where = decide.here(spec.group.mesh, spec.group.axes)

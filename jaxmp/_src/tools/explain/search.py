@@ -90,8 +90,9 @@ class Search(Values):
         return bool(self.worked(found)) or not self.sharded(*found[:2], 0)
 
     def returned(self, through: Instruction) -> tuple[list[Dim], Dim | None, bool]:
-        """Returns (sharded dimensions of the array that the program returns as `through`; dimension 0 of the program's
-        result; True if their shardings differ). ([], None, True) if no partitioner ran."""
+        """Returns (dimensions that `axes` shard, of the value that the program returns as `through`, before moves;
+        dimension 0 of the program's result; True if value and result are sharded differently). The list is empty if
+        `axes` shard none. ([], None, True) if no partitioner ran. Only for a collective in the entry computation."""
         if (whole := self.program.whole) is None:
             return [], None, True
         place, root = whole.computations[whole.entry], self.computation.root
@@ -106,10 +107,11 @@ class Search(Values):
         return found, result, self.program.dims(*result[:3]) != self.program.dims(*at[:3])
 
     def consumer(self, found: Edge) -> Dim | None:
-        """Returns the dimension that asks for the sharding of the result of the user in `found`: of a constraint, a
-        loop, or the program's results; None if nothing does. Considers only results that the axes do not shard, or that
-        get their sharding from no operand. If XLA chooses the shardings of the program's results, these ask only if no
-        other operand of the user is sharded in another way."""
+        """Returns a dimension of the constraint or loop that asks for the sharding of the result of the user in
+        `found`; of the user, or of the program's result, if the program's results ask; None if nothing does. The
+        dimension is 0 if `axes` do not shard the user's result. Considers only results that `axes` do not shard, or
+        that get their sharding from no operand. If XLA chooses the shardings of the program's results, these ask only
+        if no other operand of the user is sharded in another way. Needs a program before the partitioner."""
         (place, user, _), whole = found, self.program.whole
         assert whole is not None
         dims, result = self.program.dims(place, user), Dim(place, user, "", 0)

@@ -35,7 +35,8 @@ def with_settled(rows: Sequence[Row], whole: Module | None, *, has_batches: bool
 
 
 def _settled(whole: Module) -> Iterator[tuple[Row, int]]:
-    """Yields (row, number of parts into which the mesh splits its batch) for the calls of `whole`, as sharded there."""
+    """Yields (row, number of parts into which the mesh splits its batch) for each product, and each collective that
+    moves data, in the calls of `whole`, as sharded there."""
     products = functools.cache(partitioner.settled)
     for computation, count in whole.executed():
         for each in computation.instructions.values():

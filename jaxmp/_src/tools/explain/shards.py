@@ -30,9 +30,9 @@ def outside(spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]]) 
 
 
 def placement(spec: MatmulSpec, outside: tuple[Dim, Dim], known: Iterable[Dim] = ()) -> tuple[tuple[Dim, Dim], ...]:
-    """Returns the axes of rows and columns of op(a), op(b) and d: `outside` axes, and the group's axes by its pattern.
-    If several axes shard a dimension, they are in the order of the dimension in `known` with the same axes. If there is
-    none, the group's axes come last."""
+    """Returns (axes of rows, axes of columns) of op(a), op(b) and d: `outside` axes, which shard (m, n), and axes of
+    the group by its pattern. If several axes shard a dimension, they are in the order of the dimension in `known` with
+    the same axes. If there is none, the group's axes come last."""
     product, ahead = spec.contraction, {"m": outside[0], "n": outside[1], "k": ()}
     ordered = {frozenset(dim): dim for dim in known}
 
@@ -71,7 +71,7 @@ def sharded_dims(eqn: Any) -> tuple[Dim, ...]:
 
 def terms_of_sums(jaxpr: jax_compat.Jaxpr, known: Mapping[int, Collection[str]]) -> dict[int, Collection[str]]:
     """Returns the variables that are terms of deferred sums, by `id`, with the axes of the sums: operands of an
-    equation that makes an unreduced array, and the values that they are computed from, back to a product. `known`: the
+    equation that makes an unreduced array, the values that they are computed from, back to a product, and `known`, the
     terms among the results. A term leaves a shard_map as a part of an array; JAX makes it an unreduced array."""
     found = dict(known)
     for eqn in reversed(jaxpr.eqns):

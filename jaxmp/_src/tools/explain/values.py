@@ -106,8 +106,9 @@ class Values:
         return by_axes
 
     def operand(self, found: Edge) -> str:
-        """Describes the sharding of an operand: its own, or of a value that it is computed from if only that is
-        sharded; if neither is, says that XLA splits it."""
+        """Describes the sharding of an operand: "model shards dimension 1 of x", with ", transposed" after its own if
+        the program transposes the named value. Describes a value that it is computed from if only that value is
+        sharded. If neither is, says that XLA splits it."""
         if text := self.describe(self.sharded(*found)):
             each, is_turned = found[0].operands(found[1])[found[2]], False
             while each.opcode in MOVES and each.operands and not is_turned:

@@ -16,8 +16,8 @@ _INK = "#808080"  # legible on white and on black
 
 def text_of(events: Sequence[Event], seconds: float) -> list[str]:
     """Returns the lines of a timeline of `seconds`: a row for each device, and a legend. A letter is a kind of call,
-    "." another operation, and a blank nothing. If several share a column, a call is shown before other operations, and
-    then the longest."""
+    "*" any kind after the 26th, "." another operation, and a blank nothing. If several share a column, a call is shown
+    before other operations, and then the longest."""
     marks = _marks(events)
     lines = []
     for device in sorted({event.device for event in events}):

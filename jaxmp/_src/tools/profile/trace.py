@@ -55,8 +55,9 @@ def ranges_of(program: str) -> dict[str, str]:
 
 
 def _described(line: str) -> str:
-    """Describes a call without a range: by its attributes, where a and b are swapped because libraries are
-    column-major. A `ragged_dot` has no such attributes, and is described by the types of its arrays."""
+    """Returns "<pattern> <m>x<k>x<n> <types> <level>" for a call's line, from its attributes. The result has a and b as
+    in jaxmp; the attributes have them swapped, because libraries are column-major. A `ragged_dot` has no such
+    attributes: returns "ragged_dot <m>x<k>x<n> <types>"."""
     of = dict(re.findall(r'(\w+) = "?([\w.]+)', line))
     if "pattern" in of:
         types = f"{of['dtype_b']}*{of['dtype_a']}->{of['dtype_d']}"
@@ -67,9 +68,10 @@ def _described(line: str) -> str:
 
 
 def run(compiled: Any, call: Callable[[], Any]) -> tuple[Event, ...]:
-    """Runs `call()`, which runs the program `compiled`, under JAX's profiler. Returns the operations, sorted by start
-    and device, with the first start as 0. Leaves out loops, branches and calls, because the operations in them are
-    there. Raises RuntimeError if the profiler writes nothing."""
+    """Runs `call()`, which runs the program `compiled`, under JAX's profiler, and waits for the results. Returns the
+    operations, sorted by start and device, with the first start as 0; () if there are none. Leaves out loops, branches
+    and calls, because the operations in them are there. Raises RuntimeError if the profiler writes nothing, or another
+    profile is being taken."""
     ranges = ranges_of(compiled.as_text())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -83,9 +85,9 @@ def run(compiled: Any, call: Callable[[], Any]) -> tuple[Event, ...]:
     return tuple(sorted(events, key=lambda event: (event.start, event.device)))
 
 
-# Yields the operations that devices ran, without instructions that contain others, with names from `ranges`.
 def _events(profile: Any, ranges: dict[str, str]) -> Iterator[Event]:
-    """Yields XLA's operations in a profile, without loops, branches and calls. `ranges`: as `ranges_of` gives them."""
+    """Yields XLA's operations in a profile, without loops, branches and calls. Starts are on the profiler's clock.
+    `ranges`, from `ranges_of`, name the jaxmp calls; other operations keep XLA's name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # a type of jaxlib's has no module
         for plane in profile.planes:
