@@ -68,7 +68,7 @@ class EpilogRule:
 
     @classmethod
     def of(cls, epilog: Epilog) -> EpilogRule:
-        """Returns the rule of an epilog without the ALLREDUCE bit."""
+        """Returns the rule of `epilog`, which must not have the ALLREDUCE bit: the rule would keep it."""
         activation, derivative = (
             next((name for bit, name in names.items() if epilog & bit), None) for names in (_ACTIVATIONS, _DERIVATIVES)
         )

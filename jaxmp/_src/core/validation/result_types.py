@@ -314,12 +314,17 @@ def _of_kernel(
     precision: lax.DotAlgorithmPreset | None,
     asked: tuple[int | None, bool],
 ) -> _KernelTypes | None:
-    """Returns (the type to convert both operands from `given` to, or None to keep it; the type of the call's result),
-    for a user's result `out`. Returns None if no kernel takes `given` and an implementation is asked for, and for int8
-    as `_of_int8`.
+    """Returns (the type to convert both operands to, or None to keep `given`; the type of the call's result, which is
+    converted to the user's `out` afterwards). Returns None if no kernel takes `given` although an implementation is
+    asked for.
+
+    If a kernel gives `out` for `given`, returns (None, out). Otherwise integers follow `_of_integers`. For an `out` of
+    float64 or complex128, narrower operands and the result become float64, or complex128 if the operands are complex.
+    Operands without a kernel become bfloat16, with a float32 result. Any other type is kept, and the result is the last
+    one in RESULT_TYPES. int8 always follows `_of_int8`.
 
     `given`: the operands' type after `_steps`, or the wide one of two. `low`: types of results that kernels of 8 bits
-    and fewer have, or (). `asked`: as in `conversion`."""
+    and fewer have, or (). `precision`: if it sums in 16 bits, `given` stands for `out`. `asked`: as in `conversion`."""
     has_kernel, (epilog, has_implementation) = given.name in RESULT_TYPES, asked
     if given == _INT8:
         return _of_int8(out, epilog, has_implementation)
