@@ -66,7 +66,7 @@ class _Matrix:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Way:
+class _ShardCall:
     """A call that multiplies a and b: `function`, one of the collective matmuls, over `axes`. The result has the free
     dimensions of a, then of b. `copied`: how many elements are copied before it."""
 
@@ -133,7 +133,7 @@ def _with_epilog(product: Product, d: jax.Array, bias: jax.Array | None, c: jax.
     return [{None: lambda d: d, "relu": jax.nn.relu, "gelu": jax.nn.gelu}[product.activation](d), *kept]
 
 
-def _gathering(g: _Matrix, o: _Matrix, *, is_first: bool) -> list[_Way]:
+def _gathering(g: _Matrix, o: _Matrix, *, is_first: bool) -> list[_ShardCall]:
     """Returns the calls of the table above that gather g, to multiply it and o: one or two, or none if the gathered
     dimension does not fold. `is_first`: g's free dimensions come first in the product's result."""
     gather = g.operand.gather
@@ -145,23 +145,23 @@ def _gathering(g: _Matrix, o: _Matrix, *, is_first: bool) -> list[_Way]:
         matrix = g if is_along_rows == o.has_rows_first else g.transposed()
         copied = 0 if matrix is g else g.folded.size
         a, b, grid = (o, matrix, (axes, ())) if o.has_rows_first else (matrix, o, ((), axes))
-        ways.append(_Way(block_matmul, a, b, grid, copied))
+        ways.append(_ShardCall(block_matmul, a, b, grid, copied))
     if is_free:
         # If a call returns the result transposed, its gradient copies the gathered operand.
         copied = 0 if is_first else g.folded.size * lax.axis_size(axes)
-        ways.append(_Way(all_gather_matmul, g.along(gather.dimension), o, axes, copied))
+        ways.append(_ShardCall(all_gather_matmul, g.along(gather.dimension), o, axes, copied))
     return ways
 
 
-def _reducing(eqn: Any, first: _Matrix, second: _Matrix) -> _Way:
+def _reducing(eqn: Any, first: _Matrix, second: _Matrix) -> _ShardCall:
     """Returns the call that multiplies first and second and sums over ranks as `eqn`, a psum or reduce_scatter. If the
     sum is scattered along a dimension of second, a call with second as its a, unless a grid of one row can do it."""
     if eqn.primitive.name != "reduce_scatter":
-        return _Way(matmul_all_reduce, first, second, tuple(eqn.params["axes"]))
+        return _ShardCall(matmul_all_reduce, first, second, tuple(eqn.params["axes"]))
     names, dimension, rows = eqn.params["axis_name"], eqn.params["scatter_dimension"], len(first.operand.free)
     axes = (names,) if isinstance(names, str) else tuple(names)
     if dimension < rows:
-        return _Way(matmul_reduce_scatter, first.along(first.operand.free[dimension]), second, axes)
+        return _ShardCall(matmul_reduce_scatter, first.along(first.operand.free[dimension]), second, axes)
     if dimension == rows and first.has_rows_first and second.has_rows_first:
-        return _Way(block_matmul, first, second, ((), axes))
-    return _Way(matmul_reduce_scatter, second.along(second.operand.free[dimension - rows]), first, axes)
+        return _ShardCall(block_matmul, first, second, ((), axes))
+    return _ShardCall(matmul_reduce_scatter, second.along(second.operand.free[dimension - rows]), first, axes)

@@ -171,7 +171,7 @@ def is_narrow(eqn: Any) -> bool:
     return _is_gather(eqn) and eqn.invars[0].aval.dtype.name in NARROW
 
 
-def as_bytes(eqn: Any, x: jax.Array) -> jax.Array:
+def gather_narrow(eqn: Any, x: jax.Array) -> jax.Array:
     """Returns the result of a gather of `x` that `is_narrow`, by a collective of jaxmp."""
     if eqn.primitive.name == "reshard":
         want = eqn.outvars[0].aval.sharding

@@ -72,7 +72,7 @@ def name_of_refusal(error: Exception) -> str:
 
 def safely(equations: Sequence[Any], analyze: Callable[[], Result]) -> Result | None:
     """Returns the result of `analyze`, an analysis of equations. If it fails by a refusal or a fault of jaxmp, warns
-    and returns None, even if the equations have effects. Raises errors of a run (`check_is_fault`)."""
+    and returns None, even if the equations have effects. Raises errors of a run (`raise_unless_fault`)."""
     try:
         return analyze()
     except Exception as error:
@@ -80,7 +80,7 @@ def safely(equations: Sequence[Any], analyze: Callable[[], Result]) -> Result | 
         return None
 
 
-def check_is_fault(error: Exception, equations: Sequence[Any] = ()) -> None:
+def raise_unless_fault(error: Exception, equations: Sequence[Any] = ()) -> None:
     """Returns if `error` is a refusal or a fault of jaxmp, so that JAX may run the equations instead. Raises an error
     of a run (a RuntimeError, Warning or FloatingPointError, but no NotImplementedError), and any error but a refusal if
     one of `equations` has effects. Effects, and a run that failed in one process of several, cannot be repeated."""
@@ -93,8 +93,8 @@ def check_is_fault(error: Exception, equations: Sequence[Any] = ()) -> None:
 
 
 def report(equations: Sequence[Any], error: Exception) -> None:
-    """Warns that jaxmp fails on equations. Raises an error of a run instead (`check_is_fault`)."""
-    check_is_fault(error)
+    """Warns that jaxmp fails on equations. Raises an error of a run instead (`raise_unless_fault`)."""
+    raise_unless_fault(error)
     lines = [line for line in dict.fromkeys(map(jax_compat.traced_line, equations)) if line]
     warnings.warn(
         f"jaxmp.fuse fails on a part of the program and leaves it as it is ({error!r}, at "

@@ -16,7 +16,7 @@ from jaxmp._src.core.spec.refusal import NotAvailable, Refusal
 from jaxmp._src.fuse import control_flow, gathers, groups, held, loops, products, ragged, scaled
 from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.graph import DERIVED, EXCHANGE, PRODUCTS, Graph, Group, UnknownError, read, schedule
-from jaxmp._src.fuse.reasons import REASONS, SCOPE, check_is_fault, name_of_refusal, report, safely
+from jaxmp._src.fuse.reasons import REASONS, SCOPE, name_of_refusal, raise_unless_fault, report, safely
 from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 
@@ -140,8 +140,8 @@ class Rewriter:
     def _why_not(self, eqn: Any, error: Exception, *, is_lost: bool = True) -> str:
         """Returns the name of the reason why JAX gets an equation after `error`: `name_of_refusal(error)`, or "failed"
         for a fault of jaxmp. At a level, notes that the equation's products are lost, if `is_lost`. Warns of a fault
-        without such a note. Raises an error of a run (`check_is_fault`)."""
-        check_is_fault(error, [eqn])
+        without such a note. Raises an error of a run (`raise_unless_fault`)."""
+        raise_unless_fault(error, [eqn])
         if isinstance(error, Refusal):
             if is_lost:
                 self._lose(eqn, f"jaxmp refuses it: {error}")
@@ -153,13 +153,13 @@ class Rewriter:
         return "failed"
 
     def _lose(self, eqn: Any, why: str) -> None:
-        """At a level, notes (`_lose_one`) each product of an equation that JAX computes, as not keeping the level."""
+        """At a level, notes (`_note_lost`) each product of an equation that JAX computes, as not keeping the level."""
         if not self.options.level.fixed_order:
             return
         for product in control_flow.products_in(eqn):
-            self._lose_one("product", product, eqn, why=why)
+            self._note_lost("product", product, eqn, why=why)
 
-    def _lose_one(self, what: str, *equations: Any, why: str) -> None:
+    def _note_lost(self, what: str, *equations: Any, why: str) -> None:
         """Notes that JAX computes an operation, a `what`, which does not keep the level; if not `strict`, warns at
         once. `equations`: it and what is around it."""
         text = f"the {what} at {self._line(*equations)}: {why}"
@@ -194,11 +194,11 @@ class Rewriter:
             try:
                 return [*map(_as_weak_as, eqn.outvars, held.evaluate(eqn, operands, self.options))]
             except Exception as error:
-                check_is_fault(error, [eqn])
+                raise_unless_fault(error, [eqn])
                 why = "jaxmp refuses it" if isinstance(error, Refusal) else "jaxmp fails on it; please report it"
                 name = eqn.primitive.name
                 what = "sum" if name in ("reduce_sum", "cumsum", "scatter-add") else name
-                self._lose_one(what, eqn, why=f"{why}: {error}")
+                self._note_lost(what, eqn, why=f"{why}: {error}")
             return jax_tracing.evaluate(eqn, operands)
 
     def _equation(self, eqn: Any, operands: Sequence[Any], why: str) -> Sequence[Any]:
@@ -221,7 +221,7 @@ class Rewriter:
             return self._held(eqn, operands)
         with jax_tracing.traced_as(eqn):
             if gathers.is_narrow(eqn):
-                return [gathers.as_bytes(eqn, *operands)]
+                return [gathers.gather_narrow(eqn, *operands)]
             if self.options.level.fixed_order and (program := control_flow.opened(eqn)):
                 return self.evaluate(*program, *operands)
             more = held.HELD.union(held.PARTED) if self.options.level.fixed_order else ()
@@ -229,7 +229,7 @@ class Rewriter:
                 weaker = control_flow.weaker_calls(eqn, self.options.level) if self.options.level.fixed_order else ()
                 for spec in weaker:
                     why = f"the program calls jaxmp with {spec.level}; pass {self.options.level.asked} there"
-                    self._lose_one("product", eqn, why=why)
+                    self._note_lost("product", eqn, why=why)
                 return jax_tracing.evaluate(eqn, operands)
             self._around.append(eqn)
             try:
@@ -240,7 +240,7 @@ class Rewriter:
                 fault = error
             finally:
                 self._around.pop()
-            check_is_fault(fault, [eqn])
+            raise_unless_fault(fault, [eqn])
             with jax.named_scope(SCOPE + "inner"):
                 results = jax_tracing.evaluate(eqn, operands)  # raises the errors of the user's own rules
             self._why_not(eqn, fault)

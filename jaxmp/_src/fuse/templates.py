@@ -63,7 +63,7 @@ def find_activation(graph: Graph, activation: Activation, v: Any) -> Match | Non
     if activation.reader not in (graph.equations[i].primitive.name for i in graph.readers(v) if i != RESULT):
         return None
     if (activation, v) not in graph.matches:
-        template = flat(activation.function, (v.aval,))
+        template = template_of(activation.function, (v.aval,))
         graph.matches[activation, v] = None if template is None else unify(graph, template, (v,))
     match: Match | None = graph.matches[activation, v]
     return match
@@ -74,12 +74,12 @@ def find_cotangent(graph: Graph, function: Function, match: Match, cotangents: f
     `match`, and cotangent is one of `cotangents`."""
     (v,) = match.arguments
     has_one = jnp.issubdtype(v.aval.dtype, jnp.inexact)
-    template = flat(function, (v.aval, match.output.aval)) if has_one else None
+    template = template_of(function, (v.aval, match.output.aval)) if has_one else None
     return None if template is None else unify(graph, template, (v, cotangents))
 
 
 @jax_compat.cache_in_context(1024)
-def flat(function: Function, avals: tuple[Any, ...]) -> jax_compat.Jaxpr | None:
+def template_of(function: Function, avals: tuple[Any, ...]) -> jax_compat.Jaxpr | None:
     """Returns a function's jaxpr for arguments of these types, traced once, without dead code and unused arguments.
     Calls in the function stay calls. Returns None if the function does not take these types (TypeError, ValueError) or
     its jaxpr has constants."""

@@ -158,13 +158,13 @@ class Peers:
             with self._changed:
                 self._handshakes.pop(connection, None)
         except OSError as error:
-            self._count_stranger(connection, error)
+            self._forget_stranger(connection, error)
             connection.close()
             return
         if not self._settle(peer, connection):
             self._reach(peer)  # it may have ended
 
-    def _count_stranger(self, connection: socket.socket, error: OSError) -> None:
+    def _forget_stranger(self, connection: socket.socket, error: OSError) -> None:
         """Counts a failed handshake, unless `close` ended it. Warns of the 1st, 10th, 100th, ... one. Leaves
         `connection` open, but removes it from the handshakes under way."""
         with self._changed:

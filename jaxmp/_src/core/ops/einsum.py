@@ -336,7 +336,7 @@ def _placed(request: Request, x: jax.Array) -> jax.Array:
     if placement.constraint is not None:
         constrained: jax.Array = lax.with_sharding_constraint(x, placement.constraint)
         return constrained
-    wanted = placement.out_sharding or NamedSharding(placement.mesh, partition_spec(placement.lie[2] or ()))
+    wanted = placement.out_sharding or NamedSharding(placement.mesh, partition_spec(placement.dims[2] or ()))
     have = partition_spec(meshes.type_dims("the operand", x))
     return meshes.reshard(x, wanted.mesh, have, wanted.spec, is_explicit=True)
 

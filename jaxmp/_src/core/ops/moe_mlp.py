@@ -181,28 +181,28 @@ def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -
     if first.mode != meshes.Mode.SHARDED:
         call = RaggedCall(ragged_dot.of_global(spec, first))
         return (call, call), second
-    (x_lies, up_lies, _), (_, down_lies, out) = first.lie, second.lie
-    rows = x_lies[0]
-    out = (rows, tuple(axis for axis in down_lies[2] if axis not in rows)) if out is None else out
-    dims = x_lies, up_lies, down_lies, out
+    (of_x, of_up, _), (_, of_down, out) = first.dims, second.dims
+    rows = of_x[0]
+    out = (rows, tuple(axis for axis in of_down[2] if axis not in rows)) if out is None else out
+    dims = of_x, of_up, of_down, out
     shapes = x.shape, w_up.shape, w_down.shape, first.shape
-    for name, lie, shape in zip(("x", "w_up", "w_down", "the result"), dims, shapes, strict=True):
-        shardings.check_dims(name, lie, shape, first.mesh.shape)
+    for name, where, shape in zip(("x", "w_up", "w_down", "the result"), dims, shapes, strict=True):
+        shardings.check_dims(name, where, shape, first.mesh.shape)
     extents = (*w_up.shape, *first.shape)
     return planned(spec, (first.mesh, first.is_explicit), dims, extents, second.unreduced), second
 
 
 @functools.lru_cache(maxsize=4096)
 def planned(
-    spec: GroupedSpec, where: tuple[Any, bool], lie: tuple[Dims, ...], extents: tuple[int, ...], unreduced: Dim
+    spec: GroupedSpec, where: tuple[Any, bool], dims: tuple[Dims, ...], extents: tuple[int, ...], unreduced: Dim
 ) -> _Products:
     """Returns the calls (of gate and up, of down) on shards; only the second has a frame for `shard_map`. `where`: (the
-    mesh, whether its axes are explicit). `lie`: the shardings of x, w_up (and w_gate), w_down and d. `extents`: of g,
+    mesh, whether its axes are explicit). `dims`: the shardings of x, w_up (and w_gate), w_down and d. `extents`: of g,
     k, h, m, n. `unreduced`: d's unreduced axes."""
     (mesh, _), (g, k, h, m, n) = where, extents
     larger = g * h * (2 * k + n) > m * (k + n)
     choose = functools.partial(_split, is_w_larger=larger, keeps_h=spec.level.fixed_order)
-    x, w_in, w_down, d = lie
+    x, w_in, w_down, d = dims
     arrays: ragged.Arrays = {
         "x": ("mk", x),
         "w_up": ("gkh", w_in),

@@ -190,7 +190,7 @@ def product(
     if placement.mode == meshes.Mode.MANUAL:
         ragged.check_order(spec, tuple(axis for axis, size in placement.axes if size > 1))
     if placement.mode == meshes.Mode.SHARDED:
-        given = shardings.lying(ragged.PRODUCT, placement.lie, (*shapes, (m, n)), placement.mesh.shape)
+        given = shardings.with_dims(ragged.PRODUCT, placement.dims, (*shapes, (m, n)), placement.mesh.shape)
         given = dataclasses.replace(given, unreduced=placement.unreduced)
         call = ragged.planned(spec, (placement.mesh, placement.is_explicit), given, shapes)
     run: Callable[[Operands], jax.Array] = functools.partial(jaxmp_ragged_dot, call)
@@ -202,8 +202,8 @@ def product(
         run = functools.partial(activated.compiled(jaxmp_activated_ragged_dot, f), call, f)
     if placement.mode == meshes.Mode.XLA:
         of_x, of_w = (meshes.type_dims(f"{{{name}}}", operands[name]) for name in "ab")
-        lie = of_x, of_w, None if placement.out_sharding is None else ((), ())
-        given = shardings.lying(ragged.PRODUCT, lie, (*shapes, (m, n)), placement.mesh.shape)
+        dims = of_x, of_w, None if placement.out_sharding is None else ((), ())
+        given = shardings.with_dims(ragged.PRODUCT, dims, (*shapes, (m, n)), placement.mesh.shape)
         run = meshes.on_automatic_axes(run, placement, given.layout.d)
     d: jax.Array = conversion.of_result(run(operands))
     return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)

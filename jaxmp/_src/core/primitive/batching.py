@@ -186,8 +186,8 @@ def may_batch(spec: MatmulSpec, *operands: jax.Array) -> bool:
 def batched_abstract_eval(*avals: Aval, spec: MatmulSpec) -> list[Aval]:
     size = avals[0].shape[0]
     assert all(aval.shape[0] == size for aval in avals), avals
-    outputs = abstract_eval(*map(jax_compat.without_front, avals), spec=spec)
-    return [jax_compat.with_front(aval, size) for aval in outputs]
+    outputs = abstract_eval(*map(jax_compat.without_first_dimension, avals), spec=spec)
+    return [jax_compat.with_first_dimension(aval, size) for aval in outputs]
 
 
 def batched_jvp_rule(primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec) -> tuple[Any, Any]:
@@ -204,7 +204,11 @@ def batched_jvp_rule(primals: Sequence[jax.Array], tangents: Sequence[Tangent], 
 
 
 def batched_transpose_rule(cts: Sequence[Any], *operands: Operand, spec: MatmulSpec) -> list[jax.Array | None]:
-    linear = {i: jax_compat.without_front(x.aval) for i, x in enumerate(operands) if isinstance(x, ad.UndefinedPrimal)}
+    linear = {
+        i: jax_compat.without_first_dimension(x.aval)
+        for i, x in enumerate(operands)
+        if isinstance(x, ad.UndefinedPrimal)
+    }
     known = {i: x for i, x in enumerate(operands) if not isinstance(x, ad.UndefinedPrimal)}
     given = {i: ct for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)}
     if not given:
@@ -212,7 +216,9 @@ def batched_transpose_rule(cts: Sequence[Any], *operands: Operand, spec: MatmulS
 
     def one(known: dict[int, jax.Array], given: dict[int, jax.Array]) -> dict[int, jax.Array]:
         each = [known[i] if i in known else ad.UndefinedPrimal(linear[i]) for i in range(len(operands))]
-        ct = [given[i] if i in given else ad.Zero(jax_compat.without_front(x.aval)) for i, x in enumerate(cts)]
+        ct = [
+            given[i] if i in given else ad.Zero(jax_compat.without_first_dimension(x.aval)) for i, x in enumerate(cts)
+        ]
         results = transpose_rule(ct, *each, spec=spec)
         return {i: x for i, x in enumerate(results) if x is not None and not isinstance(x, ad.Zero)}
 

@@ -153,7 +153,7 @@ def abstract_eval(
     if not spec.is_contraction:
         return jax_compat.with_shape(x, (batch, x.shape[1], n), spec.out_dtype, varying, w)
     shape = (batch, (bounds.shape[1] - 1) // spec.nranks, x.shape[2], n)
-    return jax_compat.with_shape(jax_compat.with_front(x, 1), shape, spec.out_dtype, varying, w)
+    return jax_compat.with_shape(jax_compat.with_first_dimension(x, 1), shape, spec.out_dtype, varying, w)
 
 
 def jvp_rule(

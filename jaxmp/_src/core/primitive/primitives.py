@@ -209,7 +209,7 @@ def over_batch(fn: Callable[..., Any], ndim: int) -> Callable[..., Any]:
 def of_one_index(spec: MatmulSpec, *avals: Aval) -> tuple[Aval, ...]:
     """Returns the types of the operands without their batch dimensions."""
     for _ in range(spec.batch):
-        avals = tuple(map(jax_compat.without_front, avals))
+        avals = tuple(map(jax_compat.without_first_dimension, avals))
     return avals
 
 

@@ -125,7 +125,7 @@ def _with_hidden(label: Label, placement: meshes.Placement) -> meshes.Placement:
     """Returns the placement with a sharding of the result, the hidden layer; returns `placement` if it already has one.
     The columns have w_in's axes, and the rows have x's other axes. Raises ValueError if x and w_in both shard the
     contraction, because the result is ambiguous."""
-    a, b, out = placement.lie
+    a, b, out = placement.dims
     if out is not None:
         return placement
     if a[-1] and b[0]:
@@ -134,4 +134,4 @@ def _with_hidden(label: Label, placement: meshes.Placement) -> meshes.Placement:
             "of its result is ambiguous; pass hidden_sharding"
         )
     rows = tuple(tuple(axis for axis in dim if axis not in b[1]) for dim in a[:-1])
-    return dataclasses.replace(placement, lie=(a, b, (*rows, b[1])))
+    return dataclasses.replace(placement, dims=(a, b, (*rows, b[1])))

@@ -33,8 +33,8 @@ class Mode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The mode, the mesh (None for AUTO) and the result's shape. For SHARDED also whether the axes are explicit, `lie`:
-    the shardings of (a, b, the result) as stored (the result's is None by default), and the result's `unreduced` axes.
+    """The mode, the mesh (None for AUTO) and the result's shape. For SHARDED also whether the axes are explicit, the
+    `dims` (shardings) of a, b and the result as stored (None for a default result), and the result's `unreduced` axes.
     For XLA also `why`. For XLA and AUTO the requested sharding of the result: `constraint`, or for XLA `out_sharding`
     if it names no automatic axes."""
 
@@ -42,7 +42,7 @@ class Placement:
     shape: Shape
     mesh: Any = None
     is_explicit: bool = False
-    lie: tuple[Dims, Dims, Dims | None] = ((), (), None)
+    dims: tuple[Dims, Dims, Dims | None] = ((), (), None)
     unreduced: Dim = ()
     constraint: NamedSharding | None = None
     why: str = ""

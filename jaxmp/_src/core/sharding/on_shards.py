@@ -72,21 +72,21 @@ def frame_of(
     where: tuple[Any, bool],
     given: Layout,
     plan: Contraction,
-    beside: tuple[tuple[str, Dims], ...] = (),
+    others: tuple[tuple[str, Dims], ...] = (),
     results: tuple[tuple[str, Dims], ...] = (),
     *,
     gathers_inside: bool,
 ) -> Frame:
     """Returns the frame of a planned call. `given`: the shardings of a and b, and the requested sharding of d.
 
-    `where`: the mesh, and whether its axes are explicit. `beside`, `results`: (name, sharding) of the other operands at
+    `where`: the mesh, and whether its axes are explicit. `others`, `results`: (name, sharding) of the other operands at
     the entry, and of the other results. `gathers_inside`: a and b may be gathered inside `shard_map`, so that their
     cotangents are reduce-scattered.
     """
     arrays = (
         ("a", given.a, plan.layout.a),
         ("b", given.b, plan.layout.b),
-        *((name, None, dims) for name, dims in beside),
+        *((name, None, dims) for name, dims in others),
     )
     gathered = plan.layout if gathers_inside else None
     # All ranks that gather an operand compute the same sums of it, so the sums do not vary over these axes.

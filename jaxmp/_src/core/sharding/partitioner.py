@@ -112,8 +112,8 @@ def _place_grouped(spec: GroupedSpec, mesh: Mesh, args: Sequence[Global], result
     arrays = [*args, *results]
     mesh, dims = factored(mesh, arrays)
     spec = dataclasses.replace(spec, is_global=False)
-    call, lie = ragged.placed(spec, mesh, [x.shape for x in arrays], dims)
-    *operands, out = (NamedSharding(mesh, partition_spec(dim)) for dim in lie)
+    call, found = ragged.placed(spec, mesh, [x.shape for x in arrays], dims)
+    *operands, out = (NamedSharding(mesh, partition_spec(dim)) for dim in found)
     return (lambda *shards: [call.of_bounds(*shards)]), operands, [out]
 
 

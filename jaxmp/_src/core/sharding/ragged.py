@@ -171,13 +171,13 @@ def split_call(
     `arrays` has the operands by name, and the result last: the indices and the sharding of each array, or None for an
     array that enters as it is split.
     """
-    mesh, lie = where[0].shape, [(indices, dims) for indices, dims in arrays.values() if dims is not None]
-    axes = _axes_of(mesh, choose, extents, lie, spec.experts)
-    call, out = _call_of(spec, mesh, axes, extents, lie[-1], unreduced)
+    mesh, sharded = where[0].shape, [(indices, dims) for indices, dims in arrays.values() if dims is not None]
+    axes = _axes_of(mesh, choose, extents, sharded, spec.experts)
+    call, out = _call_of(spec, mesh, axes, extents, sharded[-1], unreduced)
     operands = [
         (name, have, tuple(axes[index] for index in indices)) for name, (indices, have) in [*arrays.items()][:-1]
     ]
-    made = frame(where, operands, (tuple(axes.values()),), (("d", out),), lie[-1][1])
+    made = frame(where, operands, (tuple(axes.values()),), (("d", out),), sharded[-1][1])
     return dataclasses.replace(call, frame=made.deferred(unreduced) if unreduced else made)
 
 
@@ -185,17 +185,17 @@ def _axes_of(
     mesh: Mapping[str, int],
     choose: Callable[..., str],
     extents: Mapping[str, int],
-    lie: Sequence[tuple[str, Dims]],
+    sharded: Sequence[tuple[str, Dims]],
     experts: Dim,
 ) -> dict[str, Dim]:
     """Returns the axes that split each index, slowest first: if they divide it, the axes that `choose` gives it, and
-    for "m" and "g" also `experts`. `lie`: the indices and the sharding of each array."""
+    for "m" and "g" also `experts`. `sharded`: the indices and the sharding of each array."""
     axes: dict[str, Dim] = {}
-    roles = [{axis: index for index, dim in zip(*each, strict=True) for axis in dim} for each in lie]
+    roles = [{axis: index for index, dim in zip(*each, strict=True) for axis in dim} for each in sharded]
     splits = {axis: choose(*(role.get(axis, "") for role in roles)) for axis in set().union(*roles)}
     for index, extent in extents.items():
         found: Dim = ()
-        dims_of = [dims[indices.index(index)] for indices, dims in lie if index in indices]
+        dims_of = [dims[indices.index(index)] for indices, dims in sharded if index in indices]
         for axis in dict.fromkeys(sum(dims_of, ())):
             splits_it = index in "mg" if axis in experts else splits.get(axis) == index
             if splits_it and extent % moves.size_of(mesh, (*found, axis)) == 0:

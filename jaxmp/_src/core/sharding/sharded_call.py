@@ -216,8 +216,8 @@ def _has_columns(spec: MatmulSpec) -> bool:
 def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
     """Raises NotImplementedError if a product of XLA was asked for "host" or "cublasmp", "batch" or "topology",
     rounded communication, an epilog with more than bias and activation, an amax, or scales other than scalars."""
-    beside = [each for each in (*spec.operand_names, *spec.output_names[1:]) if each not in ("c", "bias")]
-    blocks = [each for each in beside if not each.startswith("scale_") or spec.scales.of(each) != low_precision.SCALAR]
+    others = [each for each in (*spec.operand_names, *spec.output_names[1:]) if each not in ("c", "bias")]
+    blocks = [each for each in others if not each.startswith("scale_") or spec.scales.of(each) != low_precision.SCALAR]
     asked = (
         spec.asked_of_library,
         comm_options_text(spec) if any(spec.comm.narrow) else "",
@@ -234,10 +234,10 @@ def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
 def check_deferred(spec: MatmulSpec, axes: Dim) -> None:
     """Raises NotImplementedError if a call with a sum deferred over `axes` asks for more than the product and scales of
     a and b: c, an epilog, an all-reduce, an amax, or scales of d. `axes` is for the message only."""
-    beside = [each for each in (*spec.operand_names, *spec.output_names[1:]) if each not in ("scale_a", "scale_b")]
-    if beside or spec.epilog or spec.asks_all_reduce:
+    others = [each for each in (*spec.operand_names, *spec.output_names[1:]) if each not in ("scale_a", "scale_b")]
+    if others or spec.epilog or spec.asks_all_reduce:
         raise NotAvailable(
-            f"{beside[0] if beside else f'epilog {spec.epilog.name}'} is not available with an out_sharding that is "
+            f"{others[0] if others else f'epilog {spec.epilog.name}'} is not available with an out_sharding that is "
             f"unreduced over {axes_text(axes)}, because it would come before the sum; apply it to the sum"
         )
 
@@ -250,21 +250,21 @@ def planned_call(
     product = contraction.of_matrices(a.ndim, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b)
     product = numbers.product(a.ndim, b.ndim) if numbers else product
     shapes = a.shape, b.shape, shape
-    given = shardings.lying(product, placement.lie, shapes, mesh.shape, placement.unreduced)
+    given = shardings.with_dims(product, placement.dims, shapes, mesh.shape, placement.unreduced)
     if given.unreduced:
         check_deferred(spec, given.unreduced)
     plan = planned(spec, given, (a, b), shape, mesh.shape)
     plan = plan.with_whole_b() if any(spec.comm.narrow) else plan
     spec = check_all_reduce(spec.replace(is_typed=True, group=Group.of(plan, tuple(mesh.shape.items()))))
-    beside = tuple((operand, dims_of(spec, plan, operand)) for operand in spec.operand_names)
-    for operand, dims in beside:
+    others = tuple((operand, dims_of(spec, plan, operand)) for operand in spec.operand_names)
+    for operand, dims in others:
         if operand in matmul_spec.SCALE_NAMES:
             argument = f"scaling.{operand.removeprefix('scale_')}"
             shardings.check_dims(argument, dims, operands[operand].shape, mesh.shape)
     results = tuple((result, dims_of(spec, plan, result)) for result in spec.output_names[1:])
     # Under a level gradients have their own order of sums, so they cannot be a gather's transpose.
     gathers_inside = not spec.fixed_reduction_order
-    frame = frame_of((mesh, placement.is_explicit), given.layout, plan, beside, results, gathers_inside=gathers_inside)
+    frame = frame_of((mesh, placement.is_explicit), given.layout, plan, others, results, gathers_inside=gathers_inside)
     entry = dict(frame.entries)["b"]
     if _takes_narrow(spec, operands) and entry.gathers and entry.spec == meshes.partition_spec(given.layout.b):
         spec, frame = _without_narrow(spec), frame.with_narrow_b(spec.comm.narrow)
@@ -297,13 +297,13 @@ def planned(
 ) -> Contraction:
     """Plans a product of `ab` (a, b) and d of `shape` on a mesh with these sizes. `given`: the product with the
     shardings that the arrays have. `shares_columns`: as in `planner.Terms`."""
-    (a, b), beside = ab, (*spec.operand_names, *spec.output_names[1:])
+    (a, b), others = ab, (*spec.operand_names, *spec.output_names[1:])
     operand = low_precision.operand_type(a.dtype, b.dtype)
 
     def terms() -> planner.Terms:
         of_sums = matmul_spec.accumulator(operand).itemsize
         itemsizes = a.dtype.itemsize, 0 if any(spec.comm.narrow) else b.dtype.itemsize, spec.out_dtype.itemsize, of_sums
-        keeps_result = any(SPANS.get(each) for each in beside if each not in ("c", "bias"))
+        keeps_result = any(SPANS.get(each) for each in others if each not in ("c", "bias"))
         return planner.terms(given, (a.shape, b.shape, shape), mesh, itemsizes, keeps_result=keeps_result)
 
     # No operand is gathered along k if its gradient has to be a sum in a fixed order, or it has scales along k.

@@ -74,9 +74,9 @@ def check_dims(argument: str, dims: Dims, shape: Shape, mesh: Mapping[str, int])
             )
 
 
-def lying(
+def with_dims(
     product: Contraction,
-    lie: tuple[Dims, Dims, Dims | None],
+    sharded: tuple[Dims, Dims, Dims | None],
     shapes: Sequence[Shape],
     mesh: Mapping[str, int],
     unreduced: Dim = (),
@@ -84,7 +84,7 @@ def lying(
     """Returns `product` with these shardings of (a, b, d), and with d's deferred axes `unreduced`. None for d means the
     default of `lax.dot_general`. Raises ValueError if axes do not divide `shapes`, and ShardingTypeError if the default
     is ambiguous, or if `unreduced` are not the axes of the contraction in both operands."""
-    a, b, out = lie
+    a, b, out = sharded
     layout = Layout(a, b, _default_result(product, a, b) if out is None else out)
     for argument, dims, shape in zip(("{a}", "{b}", "the result"), layout, shapes, strict=True):
         check_dims(argument, dims, shape, mesh)

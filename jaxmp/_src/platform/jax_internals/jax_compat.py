@@ -103,12 +103,12 @@ def with_sharding(aval: jax.core.ShapedArray, mesh: Any, spec: jax.sharding.Part
     return cast(jax.core.ShapedArray, aval.update(sharding=sharding))
 
 
-def without_front(aval: jax.core.ShapedArray) -> jax.core.ShapedArray:
+def without_first_dimension(aval: jax.core.ShapedArray) -> jax.core.ShapedArray:
     """Returns `aval` without its first dimension."""
     return cast(jax.core.ShapedArray, _core.mapped_aval(aval.shape[0], 0, aval))
 
 
-def with_front(aval: jax.core.ShapedArray, size: int) -> jax.core.ShapedArray:
+def with_first_dimension(aval: jax.core.ShapedArray, size: int) -> jax.core.ShapedArray:
     """Returns `aval` with a dimension of `size` in front."""
     return cast(jax.core.ShapedArray, _core.unmapped_aval(size, 0, aval))
 

@@ -244,7 +244,7 @@ class Walk:
 
     def _alone(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]]:
         """Runs an equation of each side, notes the run, and returns the pairs of its results, as `_settled` does. A
-        relu mask, or a result that `_is_unread`, stays as it is: its relation is "packed" if there are other results
+        relu mask, or a result that `_is_other_order`, stays as it is. Its relation is "packed" if there are others
         and `_settled` replaces none of them, else "other"."""
         ones = self.sides[0].run(eqn, [x.array for x, _, _ in pairs])
         others = self.sides[1].run(other, [x.array for _, x, _ in pairs])
@@ -254,7 +254,9 @@ class Walk:
             (Value(one), _inheriting(Value(two, is_by_device=operations.is_by_device(other, i)), operands))
             for i, (one, two) in enumerate(zip(ones, others, strict=True))
         ]
-        is_packed = [operations.is_packed(eqn, one.array.dtype) or self._is_unread(one, two) for one, two in values]
+        is_packed = [
+            operations.is_packed(eqn, one.array.dtype) or self._is_other_order(one, two) for one, two in values
+        ]
         settled = [
             (one, two) if packed else self._settled(eqn, pairs, i, (one, two), line)
             for i, ((one, two), packed) in enumerate(zip(values, is_packed, strict=True))
@@ -267,7 +269,7 @@ class Walk:
                 two.twin, two.relation = one, "packed"
         return settled
 
-    def _is_unread(self, one: Value, other: Value) -> bool:
+    def _is_other_order(self, one: Value, other: Value) -> bool:
         """True if these values are in the order of the devices, in two shapes, and do not have the same elements."""
         return self._is_by_device(other) and one.array.shape != other.array.shape and not self._correspond(one, other)
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.tools.explain.hlo import Computation, Instruction, Module
 from jaxmp._src.tools.explain.loops import summed_once
-from jaxmp._src.tools.explain.operations import ALONG, NAMED, OTHERWISE, UNSPLIT, cumulative, otherwise
+from jaxmp._src.tools.explain.operations import ALONG, NAMED, OTHERWISE, UNSPLIT, cheaper_way, cumulative
 from jaxmp._src.tools.explain.origins import (
     ASKING,
     SLICE_OF_SCAN,
@@ -86,9 +86,9 @@ class _Causes(Search):
 
     def sum(self) -> Cause:
         """Returns the cause of a collective that reduces partial results of an operation with sharded operands: a
-        product or convolution ("product"), a gather or a slice (`_for_cut`; "whole"), a scatter, a reduction or any
-        other operation ("reduction"). In a gradient "product" and "reduction" become "gradient", except for a maximum,
-        a minimum, and a reduction that `_spreads`."""
+        product or convolution ("product"), a gather or slice (`_for_dropped_slice`; "whole"), a scatter, a reduction or
+        any other operation ("reduction"). In a gradient "product" and "reduction" become "gradient", except for a
+        maximum, a minimum, and a reduction that `_spreads`."""
         source, name = self.source, self.source.primitive
         line = self.module.line(source) or self.module.line(self.collective)
         places = self.program.wholes(source)
@@ -108,7 +108,7 @@ class _Causes(Search):
         if name == "gather" or source.opcode == "gather":
             edges = [(*place, 0) for place in places]
             return self._along("gather", next(filter(self.worked, edges), next(iter(edges), None)), line)
-        if cause := self._for_cut(self.collective):
+        if cause := self._for_dropped_slice(self.collective):
             return cause
         is_scatter = "scatter" in name or source.opcode == "scatter"
         reduced = (
@@ -177,7 +177,7 @@ class _Causes(Search):
                 return self._constraint(found, asks)
         if found and found[1].opcode in _PRODUCTS and not (found[1].opcode == "convolution" and self.worked(found)):
             return self._product(found, line)
-        if cause := self._for_cut(reader):
+        if cause := self._for_dropped_slice(reader):
             return cause
         if reader.primitive in ("reshape", "tile"):
             return self._reshape(found, line)
@@ -236,7 +236,7 @@ class _Causes(Search):
             return Cause("whole", self._whole(name, None, []), OTHERWISE.get(name, ""), line)
         if not (dims := self.worked(found)[:1]):
             return self._unsplit(name, found, line)
-        who, other = _who(found, cumulative(name, found[1])), otherwise(name, *found[:2])
+        who, other = _who(found, cumulative(name, found[1])), cheaper_way(name, *found[:2])
         if name == "dynamic_slice" and SLICE_OF_SCAN.search(found[1].op_name):
             who, other, line = "the scan", "", self.origins.line(*found[:2]) or line
         text = self._whole(who, found, dims)
@@ -253,7 +253,7 @@ class _Causes(Search):
         remedy = f"run it in jax.shard_map over {self.over}, each device on its part"
         return Cause("whole", text, remedy if self.sharded(*found[:2], 0) else self.every.shard_another(dims), line)
 
-    def _for_cut(self, each: Instruction) -> Cause | None:
+    def _for_dropped_slice(self, each: Instruction) -> Cause | None:
         """Returns the cause for `each`, a squeeze or reshape, if it drops a sharded dimension that a slice cut to one
         element; else None."""
         for place, whole in self.program.wholes(each)[: each.primitive in ("squeeze", "reshape")]:

@@ -42,7 +42,7 @@ _OWN = {
 }
 
 
-def otherwise(name: str, place: Computation, each: Instruction) -> str:
+def cheaper_way(name: str, place: Computation, each: Instruction) -> str:
     """Returns a way to move less than the operation `name`, which the instruction `each` in `place` computes, or "" if
     none is known. A gather or scatter along several dimensions has a way of its own."""
     indexed = {"gather": "start_index_map", "scatter": "scatter_dims_to_operand_dims"}.get(each.opcode, "")
@@ -89,7 +89,7 @@ def cumulative(name: str, each: Instruction) -> str:
     return _CUMULATIVE.get(name, name) if all(size in ("1", str(extent)) for size, extent in extents) else name
 
 
-def hands_on(user: Instruction) -> bool:
+def only_moves(user: Instruction) -> bool:
     """True if the partitioner emitted an instruction that only moves data: a move, a collective or its "-done". The
     program's own reshapes and slices do not count, nor do copies made for a primitive in ASKING."""
     if user.primitive in ASKING and user.opcode == "copy":

@@ -215,8 +215,8 @@ class Origins:
             if each.opcode == "transpose" and is_backward(each) and at.computation.operands(each)[0].opcode == "dot":
                 primitive, below = at.computation.operands(each)[0].primitive, []
                 break
-            hands_on = each.opcode in MOVES and (primitive not in OWN or "(_roll" in each.op_name)
-            below = list(self.operands(at)) if is_inner or hands_on or primitive in ASKING else []
+            only_moves = each.opcode in MOVES and (primitive not in OWN or "(_roll" in each.op_name)
+            below = list(self.operands(at)) if is_inner or only_moves or primitive in ASKING else []
             if is_call(each) and each.opcode == "custom-call" and "ShardToFull" in each.attributes:
                 primitive, below = "jaxmp.matmul", []
             if len(below) != 1:

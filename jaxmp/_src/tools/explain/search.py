@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from jaxmp._src.tools.explain import partitioned
 from jaxmp._src.tools.explain.hlo import MOVES, Computation, Instruction, Module, called_by
-from jaxmp._src.tools.explain.operations import hands_on, worked_along
+from jaxmp._src.tools.explain.operations import only_moves, worked_along
 from jaxmp._src.tools.explain.origins import ASKING, Dim, value
 from jaxmp._src.tools.explain.partitioned import Place
 from jaxmp._src.tools.explain.values import Edge, Values
@@ -52,7 +52,7 @@ class Search(Values):
             for user in self.computation.users[at.name]:
                 if user.is_root and user.opcode == "tuple":
                     yield None, at
-                elif user.name not in seen and hands_on(user):
+                elif user.name not in seen and only_moves(user):
                     waiting.append(user)
                 elif user.name not in seen:
                     yield user, at
@@ -121,7 +121,7 @@ class Search(Values):
             asks = met and (met.instruction.primitive in ASKING or met.instruction.opcode == "while")
             if met and (asks or not self.origins.producers(met, asked[0][1])):
                 return met
-        is_met = any(self._is_so(place, user, i) for i in range(len(user.operands)))
+        is_met = any(self._is_sharded_by_producers(place, user, i) for i in range(len(user.operands)))
         waiting = [(place, user)] * (not is_met and not asked)
         seen, is_chosen = {user.name}, False
         while waiting:
@@ -146,7 +146,7 @@ class Search(Values):
             if place.operands(user)[1 + i] is at:
                 yield from ((inner, each) for each in inner.instructions.values() if each.opcode == "parameter")
 
-    def _is_so(self, place: Computation, user: Instruction, number: int) -> bool:
+    def _is_sharded_by_producers(self, place: Computation, user: Instruction, number: int) -> bool:
         """True if an operand is sharded like the result of its user, and the sharding comes from its producers."""
         at, dims = value(place, user, number), self.program.dims(place, user)
         every = ((at._replace(dim=i), axis) for i, axes in enumerate(dims) for axis in axes)
@@ -156,6 +156,6 @@ class Search(Values):
 def chain(computation: Computation, at: Instruction) -> Iterator[Instruction]:
     """Yields `at`, then the instruction that its data comes from, and so on, up to one that does not only move data."""
     yield at
-    while at.operands and hands_on(at):
+    while at.operands and only_moves(at):
         at, _ = partitioned.operand_of(computation, at, 0)
         yield at
