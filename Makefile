@@ -99,14 +99,14 @@ test: test-cpp ## Run the C++ tests and a drawn sixth of the Python tests' cases
 	@$(MAKE) --no-print-directory test-python ARGS="--share $(SHARE) $(ARGS)"
 
 # A case in 24 of the tests that tell most, for two minutes in a fresh clone; half of that compiles.
-QUICK = product/test_table.py product/test_numerics.py product/test_hlo.py determinism/test_determinism.py \
-        fuse/test_programs.py errors/test_errors.py
+QUICK = core/product/test_table.py core/product/test_numerics.py core/product/test_hlo.py core/determinism/test_determinism.py \
+        fuse/test_programs.py core/errors/test_errors.py
 .PHONY: test-quick
 test-quick: $(TEST)/.ready ## Run some hundred Python tests, for a first look
 	$(TEST)/bin/pytest $(PARALLEL) --share 1/24 $(addprefix tests/,$(QUICK)) $(ARGS)
 
 .PHONY: test-python
-test-python: $(TEST)/.ready ## Run the Python tests only (ARGS="-k name" picks some), or RUN="tests/process/soak.py", a script
+test-python: $(TEST)/.ready ## Run the Python tests only (ARGS="-k name" picks some), or RUN="tests/jobs/soak.py", a script
 	$(with)
 	$(TEST)/bin/$(if $(RUN),python $(RUN),pytest $(PARALLEL)) $(ARGS)
 
@@ -117,7 +117,7 @@ test-cpp: $(TEST)/.ready ## Run the C++ tests only (CTEST="-R name" picks some)
 
 .PHONY: test-process
 test-process: $(TEST)/.ready ## Run the tests of many processes, with faults (ARGS="-k name" picks some)
-	$(TEST)/bin/pytest $(PARALLEL) tests/process $(ARGS)
+	$(TEST)/bin/pytest $(PARALLEL) tests/jobs $(ARGS)
 
 .PHONY: test-clients
 test-clients: $(CLIENTS)/.ready ## Run others' programs and tests on jaxmp (ARGS="-k flax" picks some; with CLIENT_TIMES=20 it times them)
@@ -125,7 +125,7 @@ test-clients: $(CLIENTS)/.ready ## Run others' programs and tests on jaxmp (ARGS
 
 .PHONY: chaos
 chaos: $(TEST)/.ready ## Run jobs with a fault at a random moment (N=200: how many, SEED=1 to repeat a run)
-	$(TEST)/bin/python tests/process/chaos.py --jobs $(or $(N),200) $(if $(SEED),--seed $(SEED)) $(ARGS)
+	$(TEST)/bin/python tests/jobs/chaos.py --jobs $(or $(N),200) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 # Of tests/gpu, what the fakes can run in minutes. PYTHONSAFEPATH: the installed wheel has the extension, the checkout not.
 OVER_FAKES = not test_transform and (not promise or promise_about_bits[0])

@@ -7,7 +7,7 @@ import sys
 
 from jax._src import config
 
-TESTS = (*(f"tests/product/test_{name}.py" for name in ("frameworks", "layers", "einsum")), "--share", "1/60")
+TESTS = (*(f"tests/core/product/test_{name}.py" for name in ("frameworks", "layers", "einsum")), "--share", "1/60")
 
 # Named in JAX's source or changelog, without the mark that others have.
 SAID_ELSEWHERE = {"jax_auto_pcast": False, "eager_constant_folding": True}

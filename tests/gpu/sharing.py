@@ -13,7 +13,7 @@ HERE = Path(__file__).resolve().parent
 IS_QUICK = "JAXMP_FAKES" in os.environ
 if IS_QUICK:
     import fake_gpus
-sys.path += [str(HERE), str(HERE.parent), str(HERE.parent / "process")]
+sys.path += [str(HERE), str(HERE.parent), str(HERE.parent / "jobs")]
 
 import conftest  # applies the settings of every test
 import jax

@@ -33,26 +33,30 @@ def seeded(target: str, *tests: str) -> Callable[[Callable[..., Any]], Callable[
     return add
 
 
-@seeded("core.contraction.moves:entry", "product/test_drawn_contractions.py")
+@seeded("core.contraction.moves:entry", "core/product/test_drawn_contractions.py")
 def a_gathered_operand_has_no_sum_in_its_gradient(original, *args):
     dims, gathers = original(*args)
     return dims, tuple(gather._replace(varies=not gather.varies) for gather in gathers)
 
 
-@seeded("core.contraction.moves:received", "product/test_grids_along_k.py", "product/test_hlo.py")
+@seeded("core.contraction.moves:received", "core/product/test_grids_along_k.py", "core/product/test_hlo.py")
 def nothing_costs_to_move(original, *args):
     return 0
 
 
-@seeded("core.contraction.contraction:Contraction.dimension", "product/test_batches.py", "product/test_dot_general.py")
+@seeded(
+    "core.contraction.contraction:Contraction.dimension",
+    "core/product/test_batches.py",
+    "core/product/test_dot_general.py",
+)
 def rows_behind_a_batch_are_gathered_as_the_batch(original, contraction):
     return 0
 
 
 @seeded(
     "core.contraction.contraction:Contraction.columns",
-    "product/test_dot_general.py",
-    "product/test_drawn_contractions.py",
+    "core/product/test_dot_general.py",
+    "core/product/test_drawn_contractions.py",
 )
 def shared_columns_do_not_come_first(original, contraction):
     return contraction.cols
@@ -60,143 +64,145 @@ def shared_columns_do_not_come_first(original, contraction):
 
 @seeded(
     "core.contraction.planner:_divides",
-    "product/test_any_sharding.py::test_axes_that_do_not_divide_a_dimension_do_not_split_it",
+    "core/product/test_any_sharding.py::test_axes_that_do_not_divide_a_dimension_do_not_split_it",
 )
 def axes_need_not_divide_a_dimension(original, call, extents, mesh):
     return True
 
 
-@seeded("core.primitive.collectives:all_gather", "product/test_drawn_contractions.py", "product/test_table.py")
+@seeded(
+    "core.primitive.collectives:all_gather", "core/product/test_drawn_contractions.py", "core/product/test_table.py"
+)
 def two_axes_gather_in_the_wrong_order(original, x, axes, **options):
     return original(x, axes[::-1], **options)
 
 
-@seeded("core.spec.process_grid:numroc", "product/test_block_cyclic.py")
+@seeded("core.spec.process_grid:numroc", "core/product/test_block_cyclic.py")
 def the_first_process_of_a_grid_is_always_the_first(original, n, nb, iproc, isrc, nprocs):
     return original(n, nb, iproc, 0, nprocs)
 
 
-@seeded("core.lowering.xla_matmul:without_padding", "product/test_block_cyclic.py")
+@seeded("core.lowering.xla_matmul:without_padding", "core/product/test_block_cyclic.py")
 def what_lies_in_the_padding_of_c_reaches_d(original, spec, d):
     return d
 
 
-@seeded("core.spec.wire:swizzle", "product/test_quantize.py", "product/test_low_precision.py")
+@seeded("core.spec.wire:swizzle", "core/product/test_quantize.py", "core/product/test_low_precision.py")
 def scales_of_blocks_lie_row_by_row(original, scales):
     swizzled = original(scales)
     return swizzled.reshape(-1, 32, 16).swapaxes(1, 2).reshape(-1)
 
 
-@seeded("core.ops.einsum:_permuted", "product/test_einsum.py")
+@seeded("core.ops.einsum:_permuted", "core/product/test_einsum.py")
 def operands_that_change_places_leave_their_shardings(original, *args):
     return args[1]
 
 
-@seeded("core.primitive.transpose:cotangent_of_a", "product/test_table.py")
+@seeded("core.primitive.transpose:cotangent_of_a", "core/product/test_table.py")
 def a_cotangent_ignores_conjugation(original, ct, a, b, *, spec):
     return original(ct, a, b, spec=spec.replace(conjugate_b=False))
 
 
-@seeded("core.primitive.transpose:reduced_cotangent", "product/test_table.py", "product/test_transforms.py")
+@seeded("core.primitive.transpose:reduced_cotangent", "core/product/test_table.py", "core/product/test_transforms.py")
 def without_types_a_cotangent_of_a_sum_is_of_one_rank(original, spec, ct):
     return ct
 
 
-@seeded("core.primitive.jvp:_widened", "product/test_low_precision_transforms.py")
+@seeded("core.primitive.jvp:_widened", "core/product/test_low_precision_transforms.py")
 def a_derivative_ignores_the_scale_of_an_operand(original, operands, spec):
     return original({name: x for name, x in operands.items() if name != "scale_b"}, spec)
 
 
-@seeded("core.primitive.batching:_front", "product/test_batches.py")
+@seeded("core.primitive.batching:_front", "core/product/test_batches.py")
 def vmap_takes_the_first_dimension(original, x, dim):
     return x
 
 
-@seeded("core.primitive.batching:_crosses_blocks", "product/test_table.py", "product/test_batches.py")
+@seeded("core.primitive.batching:_crosses_blocks", "core/product/test_table.py", "core/product/test_batches.py")
 def a_batch_of_blocks_becomes_columns(original, *args):
     return False
 
 
-@seeded("core.primitive.bias_grad:_sum", "product/test_table.py")
+@seeded("core.primitive.bias_grad:_sum", "core/product/test_table.py")
 def a_bias_gradient_has_the_sums_of_one_rank(original, x, dimension, is_conjugated, axes, source_line):
     return original(x, dimension, is_conjugated, (), source_line)
 
 
-@seeded("core.sharding.shard_local:_sum_over_data", "product/test_table.py")
+@seeded("core.sharding.shard_local:_sum_over_data", "core/product/test_table.py")
 def a_bias_gradient_is_not_summed_over_data(original, spec, outputs, axes):
     return outputs
 
 
-@seeded("core.spec.activations:unpack_relu_aux", "product/test_epilogs.py", "product/test_table.py")
+@seeded("core.spec.activations:unpack_relu_aux", "core/product/test_epilogs.py", "core/product/test_table.py")
 def a_mask_is_read_from_the_other_end_of_a_byte(original, aux, n):
     import jax.numpy as jnp
 
     return jnp.unpackbits(aux, axis=-1, count=n).astype(bool)
 
 
-@seeded("core.spec.activations:_constants", "product/test_table.py")
+@seeded("core.spec.activations:_constants", "core/product/test_table.py")
 def gelu_is_off_in_the_fifth_digit(original, z):
     first, second = original(z)
     return first, second * 1.001
 
 
-@seeded("core.spec.low_precision:encode", "product/test_low_precision_results.py", "product/test_quantize.py")
+@seeded("core.spec.low_precision:encode", "core/product/test_low_precision_results.py", "core/product/test_quantize.py")
 def large_results_do_not_saturate(original, x, dtype):
     return x.astype(dtype)
 
 
-@seeded("core.ops.activated:activate", "product/test_layers.py")
+@seeded("core.ops.activated:activate", "core/product/test_layers.py")
 def a_gated_layer_activates_the_other_product(original, f, zs):
     return original(f, zs[::-1])
 
 
-@seeded("core.lowering.ffi_call:_transposition", "product/test_table.py")
+@seeded("core.lowering.ffi_call:_transposition", "core/product/test_table.py")
 def a_call_forgets_conjugation(original, is_transposed, is_conjugated):
     return original(is_transposed, False)
 
 
-@seeded("core.lowering.ffi_call:_aliases", "product/test_in_place.py")
+@seeded("core.lowering.ffi_call:_aliases", "core/product/test_in_place.py")
 def c_is_copied_for_d(original, spec):
     return {}
 
 
-@seeded("core.primitive.row_order:unfolded", "determinism/test_determinism_meshes.py")
+@seeded("core.primitive.row_order:unfolded", "core/determinism/test_determinism_meshes.py")
 def gathered_rows_are_summed_rank_after_rank(original, spec, x, dimension):
     return x
 
 
-@seeded("core.primitive.row_order:_is_contiguous", "determinism/test_determinism_meshes.py")
+@seeded("core.primitive.row_order:_is_contiguous", "core/determinism/test_determinism_meshes.py")
 def interleaved_rows_count_as_contiguous(original, layout):
     return True
 
 
-@seeded("core.primitive.batching:may_batch", "determinism/test_determinism.py", "product/test_batches.py")
+@seeded("core.primitive.batching:may_batch", "core/determinism/test_determinism.py", "core/product/test_batches.py")
 def a_batch_under_a_level_may_go_to_xla(original, spec, *operands):
     return original(dataclasses.replace(spec, determinism="run_to_run"), *operands)
 
 
-@seeded("core.lowering.process_barrier:numbered", "process/test_products.py")
+@seeded("core.lowering.process_barrier:numbered", "jobs/test_products.py")
 def ranks_count_from_the_other_end(original, axes, names):
     ranks = original(axes, names)
     return ranks.max() - ranks
 
 
-@seeded("platform.jax_internals.jax_lowering:next_index", "process/test_products.py")
+@seeded("platform.jax_internals.jax_lowering:next_index", "jobs/test_products.py")
 def calls_of_a_program_share_one_number(original, ctx, key):
     return 0
 
 
-@seeded("core.sharding.ragged:bounds_of", "product/test_ragged_dot.py::test_sizes")
+@seeded("core.sharding.ragged:bounds_of", "core/product/test_ragged_dot.py::test_sizes")
 def negative_sizes_count(original, sizes, *rest):
     return original(abs(sizes), *rest)
 
 
-@seeded("core.sharding.ragged:_split", "product/test_ragged_dot_meshes.py::test_a_level_on_a_mesh")
+@seeded("core.sharding.ragged:_split", "core/product/test_ragged_dot_meshes.py::test_a_level_on_a_mesh")
 def a_sum_under_a_level_is_split(original, *shardings, keeps_k):
     return original(*shardings, keeps_k=False)
 
 
-@seeded("core.ops.moe_mlp:_permuted", "product/test_moe_layers.py::test_published_forms")
+@seeded("core.ops.moe_mlp:_permuted", "core/product/test_moe_layers.py::test_published_forms")
 def tokens_are_not_sorted(original, x, order):
     return x
 
@@ -212,16 +218,20 @@ CPP = {
         ("alpha_of_ordered_sums", "hostmp::SimdGemm", "cpp:hostmp_kernels"),
         ("other_half_on_its_first_row", "hostmp::TileStore::Mirror", "cpp:hostmp_symmetric"),
         ("few_columns_keep_the_last_block", "hostmp::SimdSmallNGemm", "cpp:hostmp_kernels"),
-        ("bf16_is_cut", "hostmp::Downconvert(float const*, jaxmp::hostmp::BFloat16*, long)", "product/test_table.py"),
+        (
+            "bf16_is_cut",
+            "hostmp::Downconvert(float const*, jaxmp::hostmp::BFloat16*, long)",
+            "core/product/test_table.py",
+        ),
         ("large_is_encoded_as_zero", "hostmp::Encode", "cpp:hostmp_narrow"),
         ("scale_of_decoded_numbers", "hostmp::Decode(…, jaxmp::hostmp::BFloat16*)", "cpp:hostmp_narrow"),
-        ("half_byte_that_begins_a_row", "hostmp::Unpack", "product/test_mixed_types.py"),
-        ("amax_behind_the_scale", "hostmp::DownconvertTile", "product/test_low_precision_results.py"),
+        ("half_byte_that_begins_a_row", "hostmp::Unpack", "core/product/test_mixed_types.py"),
+        ("amax_behind_the_scale", "hostmp::DownconvertTile", "core/product/test_low_precision_results.py"),
         ("slope_of_gelu", "hostmp::GeluSlope(float*, long)", "cpp:hostmp_products"),
         ("padding_of_aux", "hostmp::FinishTile", "cpp:hostmp_products"),
         ("last_piece_of_a_bias_gradient", "hostmp::SumPiece", "cpp:hostmp_products"),
         ("ranks_agree_on_anything", "hostmp::CheckAgreement", "cpp:hostmp_agreement"),
-        ("order_of_segments", "hostmp::MakeTiling", "determinism/test_determinism_meshes.py"),
+        ("order_of_segments", "hostmp::MakeTiling", "core/determinism/test_determinism_meshes.py"),
         ("first_process_of_d", "MakeDistribution", "cpp:plan_layout"),
         ("fields_are_not_compared", "Prepare(jaxmp::CallSignature)", "cpp:process_barrier"),
         ("ranks_in_another_order", "RunCollective", "cpp:shared_memory"),

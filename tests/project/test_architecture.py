@@ -139,7 +139,7 @@ def test_exactly_the_known_environment_variables_are_documented():
 
 # Tests call what users call. These import jaxmp._src, for values that no public function shows or parts to replace.
 PRIVATE = {
-    "errors": {
+    "core/errors": {
         "test_errors": "what is refused never reaches a lowering",
         "test_refusals": "the classes that checks raise are errors that users know",
     },
@@ -164,7 +164,7 @@ PRIVATE = {
         "test_profile": "events that are made up",
         "test_source_lines": "names of lines in notebooks and libraries",
     },
-    "process": {
+    "jobs": {
         "many": "how many processes one is connected with, and what it sends them",
         "memory": "which processes share memory, and how much",
         "ranks": "ranks that end, or differ, at a moment in between",
@@ -174,7 +174,7 @@ PRIVATE = {
         "test_start_and_end": "addresses of machines and variables of launchers",
     },
     "project": {"test_architecture": "the known variables", "test_conformance": "where wheels are unpacked"},
-    "runtime": {
+    "platform": {
         "test_cuda_libraries": "the way to libraries that are not here",
         "test_native": "plans, and what the extension says of itself",
     },

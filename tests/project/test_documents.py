@@ -140,7 +140,7 @@ PROVEN = {"determinism": "## Which test proves it", "parity": "#", "faults": "##
 
 @pytest.mark.parametrize("name", PROVEN)
 def test_every_promise_names_tests_that_exist(name):
-    """A test is `tests/folder/file.py::test_name`; in faults `test_name` of tests/process, optionally with a case."""
+    """A test is `tests/folder/file.py::test_name`; in faults `test_name` of tests/jobs, optionally with a case."""
     text = (ROOT / "docs" / f"{name}.md").read_text()
     table = text[text.index(PROVEN[name]) :].split("\n## ")[0] if name == "faults" else text[text.index(PROVEN[name]) :]
     rows = [line for line in table.splitlines() if line.startswith("| ") and not re.search(r"\| test \|$", line, re.I)]
@@ -148,7 +148,7 @@ def test_every_promise_names_tests_that_exist(name):
     assert [row for row in rows if not re.search(r"\btest_\w+|`tests/", row)] == []
     for path, test in re.findall(r"`(tests/[\w/]+\.\w+)(?:::(\w+))?", text):
         assert not test or f"def {test}(" in (ROOT / path).read_text(), f"{path}::{test}"
-    faults = "\n".join(path.read_text() for path in (ROOT / "tests" / "process").glob("test_*.py"))
+    faults = "\n".join(path.read_text() for path in (ROOT / "tests" / "jobs").glob("test_*.py"))
     for test, case in re.findall(r"`(test_\w+)(?:\[([\w-]+)\])?`", text):
         assert f"def {test}(" in faults, test
         assert not case or f'"{case}": ' in faults, case

@@ -1,6 +1,6 @@
 """Transforms and levels of determinism of calls on XLA:GPU, on meshes of several devices.
 
-tests/product/test_transforms.py has the transforms and their oracle.
+tests/core/product/test_transforms.py has the transforms and their oracle.
 """
 
 import functools

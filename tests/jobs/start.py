@@ -1,4 +1,4 @@
-"""The start of a job of 1,000 ranks: `make test-python RUN=tests/process/start.py`. The ranks are threads of a process.
+"""The start of a job of 1,000 ranks: `make test-python RUN=tests/jobs/start.py`. The ranks are threads of a process.
 Each has its own client of JAX's coordination service, which is the real one, and asks it what `initialize` asks. 16
 ranks are on one machine. Prints a row of docs/clusters.md: what a rank asks until it knows its neighbours, not counting
 JAX's own requests, and the time. `ARGS="--missing 3 512 700"` leaves ranks out, and prints what the others say."""

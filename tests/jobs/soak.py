@@ -1,4 +1,4 @@
-"""Many calls, watching memory and file descriptors: `make test-python RUN=tests/process/soak.py`. 100,000 small calls
+"""Many calls, watching memory and file descriptors: `make test-python RUN=tests/jobs/soak.py`. 100,000 small calls
 and 1,000 large ones in one process of eight devices, then in two processes of two. Prints both numbers at the start and
 at the end of each run, and fails where memory has grown by more than `BOUND` or the number of descriptors at all. A
 leak of a kilobyte a call would be 100 MB. Each rank is run by `ranks.py soak`."""

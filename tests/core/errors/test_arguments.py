@@ -223,7 +223,7 @@ def test_long_rows_say_what_needs_short_ones(asked, options):
 @ASKED
 @pytest.mark.parametrize("axis_type", [None, AxisType.Auto])
 def test_an_export_for_any_extent_says_what_needs_numbers(mesh_of, axis_type, asked, options):
-    """Without these options XLA multiplies (tests/product/test_restart.py)."""
+    """Without these options XLA multiplies (tests/core/product/test_restart.py)."""
     where = axis_type and NamedSharding(mesh_of({"x": 4}, axis_type), P("x", None))
     (n,) = jax.export.symbolic_shape("4 * n")
     shapes = jax.ShapeDtypeStruct((n, 8), np.float32, sharding=where), jax.ShapeDtypeStruct((8, 8), np.float32)

@@ -1,4 +1,4 @@
-"""Training in 16 and 32 processes with a fault: `make test-python RUN=tests/process/many.py`. Each job has one device
+"""Training in 16 and 32 processes with a fault: `make test-python RUN=tests/jobs/many.py`. Each job has one device
 per process, a mesh of data x model, and 20 steps of two dense layers. In the middle of them nothing happens, or rank 5
 is killed, is stopped, or calls a product with another alpha. Prints a row of docs/clusters.md for each job, and fails
 if a live rank does not name rank 5. `ARGS="16 --machines 8"`, as root, places the processes on as many network
