@@ -52,7 +52,7 @@ def test_all_ranks_go_by_what_rank_0_has_measured(tmp_path):
 
 def test_all_ranks_that_do_not_come_are_named(monkeypatch):
     """JAX's service names two of them."""
-    monkeypatch.setattr(bootstrap.jax_compat, "end_service", lambda: None)
+    monkeypatch.setattr(bootstrap.jax_distributed, "end_service", lambda: None)
     count = functools.partial(bootstrap._absent, "127.0.0.1", free_port(), nhere=5, nprocesses=8)
     with concurrent.futures.ThreadPoolExecutor(5) as pool:
         assert list(pool.map(count, (1, 2, 4, 6, 0))) == [["3", "5", "7"]] * 5
