@@ -196,7 +196,7 @@ def test_activations_are_found_by_their_primitive(dtype):
     """`fuse` looks for these primitives; it would miss an activation that a version of JAX writes differently."""
     z = jax.typeof(jnp.ones((2, 4), dtype))
     for activation in templates.ACTIVATIONS:
-        jaxpr = templates.flat(activation.function, (z,))
+        jaxpr = templates.template_of(activation.function, (z,))
         readers = {eqn.primitive.name for eqn in jaxpr.eqns if jaxpr.invars[0] in eqn.invars}
         assert activation.reader in readers, (activation.name, readers)
 
