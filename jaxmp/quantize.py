@@ -73,7 +73,7 @@ def amax(x: Array) -> jax.Array:
 
 
 def scale_for(amax: ArrayLike, dtype: DTypeLike = _E4M3, *, margin: int = 0) -> jax.Array:
-    """Returns the float32 scale, of amax's shape, for which amax / scale is `2**-margin` times `largest(dtype)`.
+    """Returns the float32 scale, of amax's shape, that makes amax / scale `2**-margin` times `largest(dtype)`.
 
     It is 1 if amax is 0 or not finite, and otherwise a normal number (TransformerEngine's rules): a smaller one, which
     XLA treats as 0 on CPUs, becomes 2^-126, and a larger one the largest float32. Raises TypeError as `largest`.
@@ -90,7 +90,8 @@ def encode(x: Array, dtype: DTypeLike = _E4M3) -> jax.Array:
     """
     largest(dtype)
     x = jnp.asarray(x)
-    return low_precision.encode(_wide(x) if jnp.iscomplexobj(x) else x, dtype)
+    _check_real(x)
+    return low_precision.encode(x, dtype)
 
 
 def tensor(x: Array, dtype: DTypeLike = _E4M3, *, scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -255,12 +256,16 @@ def _wide(x: Array) -> jax.Array:
     """Returns `x` in float32; finite float64 numbers stay finite. Raises TypeError unless x is an array and real."""
     if not hasattr(x, "astype"):
         raise TypeError(f"quantize: takes an array of real numbers, got {x!r}")
-    if jnp.iscomplexobj(x):
-        raise TypeError(f"quantize: takes an array of real numbers, got {x.dtype}; pass its .real and .imag")
+    _check_real(x)
     if x.dtype == np.float64:
         most, xp = float(jnp.finfo(jnp.float32).max), jnp if isinstance(x, jax.Array) else np
         x = xp.where(xp.isinf(x), x, xp.clip(x, -most, most))
     return jnp.asarray(x.astype(jnp.float32))
+
+
+def _check_real(x: Array) -> None:
+    if jnp.iscomplexobj(x):
+        raise TypeError(f"quantize: takes an array of real numbers, got {x.dtype}; pass its .real and .imag")
 
 
 def _described(x: Array) -> str:

@@ -50,7 +50,7 @@ FENCED = frozenset(
 # which, but a kernel of one operation has vector loops.
 ALONE = frozenset(("exp", "log", "log1p", "logistic", "rsqrt", "tanh"))
 HELD = FENCED | WHOLE | {SUM, "abs"}
-# What XLA computes with bits that depend on the mesh, and what to write instead.
+# Operations that stay XLA's, with bits that depend on the mesh, and what to write instead.
 PARTED = {
     **dict.fromkeys(("psum", "psum_invariant", "reduce_scatter"), "let a product take it in, or sum outside shard_map"),
     "conv_general_dilated": "shard no dimension along which it or its gradient sums",
@@ -59,7 +59,7 @@ PARTED = {
 
 def is_held(eqn: Any) -> bool:
     """True if `evaluate` evaluates an equation at a level: its primitive is in HELD, and its result is inexact, of 16
-    bits or more. False for `abs` of real numbers, for a sum of at most one term, and for a scatter of one update or of
+    bits or more. Not held are `abs` of real numbers, a sum of at most one term, and a scatter of one update or of
     updates marked as unique."""
     if eqn.primitive.name not in HELD or (eqn.primitive.name == "abs" and not _is_complex(eqn)):
         return False

@@ -203,7 +203,7 @@ class Rewriter:
 
     def _equation(self, eqn: Any, operands: Sequence[Any], why: str) -> Sequence[Any]:
         """Returns the results of an equation that no group replaces and that is not `_is_plain`. `why`: why JAX
-        computes it, for the name stack of a product; "" if not known."""
+        computes it, which goes into the name stack of a product; "" if not known."""
         name = eqn.primitive.name
         if name in ("ragged_dot_general", "scaled_matmul_wrapper"):
             results, why = self._of_its_own(eqn, operands)

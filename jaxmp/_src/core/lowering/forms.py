@@ -367,8 +367,8 @@ def in_form(
     is_conjugated: tuple[bool, bool] = (False, False),
     capabilities: Capabilities | None = None,
 ) -> ResolvedCall:
-    """Returns the call in this form, taken because of `why`, with its inner call. Raises as `form.asked` and, for the
-    inner call, as `in_library`. `capabilities`: of the inner call."""
+    """Returns the call in this form, taken because of `why`, with its inner call. Raises as `form.asked` does, and as
+    `in_library` does with the inner call. `capabilities`: of the inner call."""
     asked = form.asked(product)
     inner: Any = in_library(asked, choice, library, capabilities) if asked else None
     return form(*product, choice.implementation, choice.why, library, why, is_conjugated, inner)

@@ -112,7 +112,7 @@ def unshared_reason(
 
     Devices share calls in a job of one process. In other jobs they do if the group is within one process (known devices
     only), all processes of the mesh share memory, the program is not exported, and the call is in no loop or branch.
-    The second result is False in a job of one process, for an exported program, and if the devices are unknown. A
+    The second result is False in a job of one process, if the program is exported, and if the devices are unknown. A
     shared call is pending until all ranks have come. XLA counts a loop or branch with a shared call as started before
     its collectives, but calls over gloo must start in one order on every rank.
     """

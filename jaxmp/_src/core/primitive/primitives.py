@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,7 +38,7 @@ from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering, jax_trac
 from jaxmp._src.platform.runtime import native
 from jaxmp._src.platform.runtime.types import Aval, Operands, Shape
 
-_CORE = f"{pathlib.Path(__file__).parents[1]}{os.sep}"
+_CORE = os.path.join(jax_compat.PACKAGE, "_src", "core", "")
 
 matmul_p = jax_compat.make_primitive("jaxmp_matmul", multiple_results=True)
 partitioned_matmul_p = jax_compat.make_primitive("jaxmp_partitioned_matmul", multiple_results=True)

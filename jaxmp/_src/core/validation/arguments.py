@@ -165,9 +165,9 @@ def check_scalar(argument: str, value: Any, out_dtype: np.dtype) -> Any:
     """Returns alpha or beta in a form that takes no part in type promotion: a number, also of NumPy, as a float or
     complex, and a JAX scalar in the accumulator's type of `out_dtype`.
 
-    Raises TypeError for a bool, another array or another type, for a complex value if the result is real, and for a
-    fraction or a JAX scalar of floating point if the result is an integer or bool. Raises ValueError for a number
-    beyond the range of the integers that are summed, or of float64."""
+    Raises TypeError for a bool, another array or another type. Raises it too if the value is complex and the result is
+    real, or if the value is a fraction or a JAX scalar of floating point and the result is an integer or bool. Raises
+    ValueError for a number beyond the range of the integers that are summed, or of float64."""
     if isinstance(value, np.generic | np.ndarray) and np.ndim(value) == 0:
         value = value.item()
     if isinstance(value, jax.Array) and value.ndim == 0 and value.dtype != np.bool_:

@@ -52,7 +52,7 @@ def recipes(
     """Yields the recipes for a program on `mesh`: each of `RECIPES` on all axes together, and each of `PAIRS` with the
     second recipe on the last axis, if there are several axes. If `mesh` is empty, yields each of `RECIPES` on an axis
     "x" of `devices`, and each of `PAIRS` on axes "x" and "y" of each size of "y" in `_factors`. Leaves out repetitions,
-    and recipes for which `specs` is None. If none is left, yields "whole", which shards nothing. `types`: of the
+    and recipes with None as `specs`. If none is left, yields "whole", which shards nothing. `types`: of the
     program's arguments. `nparameters`: how many of them, from the first on, are parameters; 0 if they are unknown."""
     classes = _Classes(dimensions, types, nparameters)
     names, seen = tuple(name for name, _ in mesh), set[Any]()

@@ -330,7 +330,7 @@ class Walk:
     def _keeps_rows(self, eqn: Any, pairs: Any, i: int, out: Value, relation: Relation) -> bool:
         """True if a row of output `i` depends only on the same row of the inputs. Tried out on the reference: if about
         half of the rows are replaced by others, and by their negatives, the rest has to keep its bits. Each bit of the
-        rows' numbers gives two halves, so that for any two rows each is once replaced while the other is kept."""
+        rows' numbers gives two halves. Of any two rows, each is once replaced while the other is kept."""
         nrows = self.variation.nrows
         for bit, kept_bit, sign in itertools.product(range((nrows - 1).bit_length()), (0, 1), (1, -1)):
             rows = np.arange(nrows)

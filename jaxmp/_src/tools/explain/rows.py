@@ -154,7 +154,7 @@ def settled_row(one: Settled, line: str, count: int) -> Iterator[Row]:
 
 
 def _is_own_scope(names: tuple[str, ...]) -> bool:
-    """True if one of these name stacks has a scope in which jaxmp moves data. Other scopes, of any name, are users'."""
+    """True if one of these name stacks has a scope in which jaxmp moves data. All other scopes are users'."""
     return not _OWN_SCOPES.isdisjoint(re.split("[/()]", "/".join(names)))
 
 
