@@ -75,8 +75,7 @@ def of_vector(layer: Callable[..., Any], x: Any, *operands: Any, **options: Any)
     entry of `in_shardings` in `options` get an entry for the new dimension."""
     names = {"hidden_sharding", "out_sharding", "in_shardings"}.intersection(options)
     rows = layer(x[None], *operands, **options | {name: meshes.of_one_row(options[name]) for name in names})
-    row: jax.Array = rows[0]
-    return row
+    return rows[0]
 
 
 def plain_dense(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -113,8 +112,7 @@ def refuse_integers(spec: MatmulSpec) -> None:
 
 def activated_call(call: Call, f: Function, operands: Operands) -> jax.Array:
     """Computes a planned call of `operands` and returns f(d) in the type of d; `f` gets the unrounded d."""
-    result: jax.Array = compiled(jaxmp_activated, f)(call, f, operands)
-    return result
+    return compiled(jaxmp_activated, f)(call, f, operands)
 
 
 def compiled(run: Any, activation: str | Function | None) -> Any:

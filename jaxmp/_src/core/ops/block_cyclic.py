@@ -161,8 +161,7 @@ def from_block_cyclic(x: BlockCyclicArray) -> jax.Array:
     """
     if not isinstance(x, BlockCyclicArray):
         raise InvalidType(f"x must be a jaxmp.BlockCyclicArray, got {type(x).__name__}")
-    plain: jax.Array = collect(x.data, x.shape, x.mesh, x.axes, x.layout)
-    return plain
+    return collect(x.data, x.shape, x.mesh, x.axes, x.layout)
 
 
 def _find_mesh(x: Any, mesh: Mesh | None) -> Mesh:
@@ -216,8 +215,7 @@ def spread(x: jax.Array, mesh: Mesh, axes: Axes, layout: BlockCyclic) -> jax.Arr
     if any(after for _, after in padding):
         # A sharded dimension cannot grow by a number that its shards do not divide.
         x = jnp.pad(_resharded(x, mesh, P(None, None)), padding)
-    data: jax.Array = move(_resharded(x, mesh, P(*axes)), mesh, axes, Distributed(shape, plain), layout)
-    return data
+    return move(_resharded(x, mesh, P(*axes)), mesh, axes, Distributed(shape, plain), layout)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))

@@ -81,8 +81,7 @@ def einsum(
     def jaxmp_contraction(*operands: Any) -> jax.Array:
         return contract(request, subscripts, operands, order)
 
-    result: jax.Array = eager_calls.run(entry, jaxmp_contraction, *operands)
-    return result
+    return eager_calls.run(entry, jaxmp_contraction, *operands)
 
 
 def _order(optimize: Any) -> str | bool | tuple[tuple[int, ...], ...]:
@@ -122,8 +121,7 @@ def contract(
     if len(terms) == 1 and any(map(meshes.is_partial, (meshes.type_spec(terms[0].array), out_sharding))):
         x, indices = _on_diagonals(terms[0].array, terms[0].indices)
         placed = jnp.einsum(f"{indices}->{output}", x, preferred_element_type=dtype, out_sharding=out_sharding)
-        alone: jax.Array = jax_compat.convert(placed, dtype, is_weak)
-        return alone
+        return jax_compat.convert(placed, dtype, is_weak)
     rest = _reduced(terms, output, dtype)
     if len(rest) == 1:
         alone = lax.transpose(rest[0].array, tuple(map(rest[0].indices.index, output)))
@@ -137,8 +135,7 @@ def contract(
         rest.append(_between(request, left, right, needed, output))
     left, right = rest
     d = _multiply(request, left, right, output)
-    converted: jax.Array = jax_compat.convert(d, dtype, is_weak)
-    return converted
+    return jax_compat.convert(d, dtype, is_weak)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,8 +331,7 @@ def _placed(request: Request, x: jax.Array) -> jax.Array:
         return x
     placement = meshes.place(request._replace(a=x, b=x), x.shape)
     if placement.constraint is not None:
-        constrained: jax.Array = lax.with_sharding_constraint(x, placement.constraint)
-        return constrained
+        return lax.with_sharding_constraint(x, placement.constraint)
     wanted = placement.out_sharding or NamedSharding(placement.mesh, partition_spec(placement.dims[2] or ()))
     have = partition_spec(meshes.type_dims("the operand", x))
     return meshes.reshard(x, wanted.mesh, have, wanted.spec, is_explicit=True)

@@ -202,8 +202,7 @@ def _preactivations(hidden: _Hidden, operands: Operands) -> Preactivations:
     kinds = {name: {"x": "a", "w": "b", "b": "bias"}[name[0]] for name in operands}
     entries = _entries(call)
     frame = dataclasses.replace(call.frame, entries=tuple((name, entries[kind]) for name, kind in kinds.items()))
-    zs: Preactivations = on_shards(frame, lambda shards: {"d": body(shards)}, operands, spec.source_line)["d"]
-    return zs
+    return on_shards(frame, lambda shards: {"d": body(shards)}, operands, spec.source_line)["d"]
 
 
 def _entries(call: ShardedCall) -> dict[str, Entry]:

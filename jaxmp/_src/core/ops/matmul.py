@@ -143,8 +143,7 @@ def _contract(request: Request, entry: eager_calls.Entry | None) -> jax.Array:
         return contract(request, f"{indices[0]},{indices[1]}->...{free}", (a, b))
 
     entry = entry if eager_calls.is_on_one_device(request, arrays) else None
-    result: jax.Array = eager_calls.run(entry, jaxmp_contraction, *arrays)
-    return result
+    return eager_calls.run(entry, jaxmp_contraction, *arrays)
 
 
 # Options that a product with a vector or a batched b does not take.
@@ -204,8 +203,7 @@ def linear(
     if getattr(x, "ndim", 0) == 1:
         return activated.of_vector(functools.partial(linear, activation=activation), x, w, bias, **options)
     inputs = None if bias is None else {"bias": bias}
-    result: jax.Array = dense(Request("linear", x, w, epilog_inputs=inputs, **options), activation)
-    return result
+    return dense(Request("linear", x, w, epilog_inputs=inputs, **options), activation)
 
 
 def dense(request: Request, activation: Activation | None) -> Any:

@@ -236,8 +236,7 @@ def _planned(layers: Layers, activation: str | Function) -> jax.Array:
     arrays = {"x": ins["a"], "w_in": ins["b"], "b_in": ins.get("bias"), "w_out": outs["b"], "b_out": outs.get("bias")}
     arrays = {name: array for name, array in arrays.items() if array is not None}
     run = activated.compiled(jaxmp_mlp, activation)
-    y: jax.Array = run(_Mlp(*both, activation, is_fused, calls), arrays)
-    return y
+    return run(_Mlp(*both, activation, is_fused, calls), arrays)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -250,8 +249,7 @@ def jaxmp_mlp(mlp: _Mlp, operands: Operands) -> jax.Array:
             h = sharded_call.jaxmp_call(first, layer)["d"]
         else:
             h = activated.activated_call(first, mlp.activation, layer)
-        y: jax.Array = sharded_call.jaxmp_call(second, mlp.second.operands(h, operands))["d"]
-        return y
+        return sharded_call.jaxmp_call(second, mlp.second.operands(h, operands))["d"]
     body = functools.partial(_fused_layers, mlp)
     if not (isinstance(first, ShardedCall) and isinstance(second, ShardedCall)):
         return body(cast_reduced(operands))

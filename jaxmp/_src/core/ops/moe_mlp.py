@@ -248,8 +248,7 @@ def jaxmp_moe_mlp(first: RaggedCall, second: RaggedCall, f: Function | None, ope
     body, operands = functools.partial(_on_shards, first, local, f), ragged.checked(operands, operands["x"].shape[0])
     if second.frame is None:
         return body(operands)["d"]
-    d: jax.Array = on_shards(second.frame, body, operands, "moe_mlp")["d"]
-    return d
+    return on_shards(second.frame, body, operands, "moe_mlp")["d"]
 
 
 def _on_shards(first: RaggedCall, second: RaggedCall, f: Function | None, operands: Operands) -> Operands:

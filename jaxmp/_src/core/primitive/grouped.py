@@ -110,8 +110,7 @@ def grouped(spec: GroupedSpec, x: jax.Array, w: jax.Array, bounds: jax.Array) ->
     w = w if w.dtype == dtype or is_decoded else w.astype(dtype)
     axes = frozenset().union(*map(jax_compat.varying_axes, (x, w, bounds)))
     primitive = partitioned_grouped_p if spec.is_global else grouped_p
-    d: jax.Array = primitive.bind(*(cast_varying(y, axes) for y in (x, w, bounds)), spec=spec)
-    return d
+    return primitive.bind(*(cast_varying(y, axes) for y in (x, w, bounds)), spec=spec)
 
 
 def type_of(x: Any, w: Any) -> np.dtype:

@@ -100,8 +100,7 @@ def bind_operands(spec: MatmulSpec, *operands: jax.Array) -> list[jax.Array]:
     primitive = partitioned_matmul_p if spec.is_unsettled and not is_of_xla else matmul_p
     if needs_devices(spec):  # before the lowering, because JAX looks for it there
         jax_lowering.require_devices([primitive])
-    outputs: list[jax.Array] = primitive.bind(*operands, spec=spec)
-    return outputs
+    return primitive.bind(*operands, spec=spec)
 
 
 def needs_devices(spec: MatmulSpec) -> bool:
@@ -300,8 +299,7 @@ def activation_grad(activation: str, aux: jax.Array, t: jax.Array, spec: MatmulS
     if spec is not None and spec.fixed_reduction_order and activation == "gelu":
         group = spec.group if spec.is_unsettled else Group()
         kept = spec.plain(t.dtype, group)
-    result: jax.Array = activation_grad_p.bind(aux, t, activation=activation, spec=kept)
-    return result
+    return activation_grad_p.bind(aux, t, activation=activation, spec=kept)
 
 
 def activated_matmul(
@@ -313,8 +311,7 @@ def activated_matmul(
     axes = axes if tbias is None else axes | jax_compat.varying_axes(tbias)
     t, aux = cast_varying(t, axes), cast_varying(aux, axes)
     bias = () if tbias is None else (cast_varying(tbias, axes - summed_over(spec)),)
-    result: jax.Array = activated_matmul_p.bind(t, *bias, aux, w, spec=spec, activation=activation)
-    return result
+    return activated_matmul_p.bind(t, *bias, aux, w, spec=spec, activation=activation)
 
 
 def summed_over(spec: MatmulSpec) -> frozenset[str]:

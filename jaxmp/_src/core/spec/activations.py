@@ -78,8 +78,7 @@ def _widen(z: jax.Array) -> jax.Array:
 def gelu_second_derivative(z: jax.Array) -> jax.Array:
     """Returns d^2 gelu / dz^2 at z, in float32 or wider."""
     z = _widen(z)
-    curve: jax.Array = jax.jvp(_gelu_derivative, (z,), (jnp.ones_like(z),))[1]
-    return curve
+    return jax.jvp(_gelu_derivative, (z,), (jnp.ones_like(z),))[1]
 
 
 # By name; cuBLASMp has epilogs for the first two. PyTorch and Keras call the gelu that uses erf "exact" or
