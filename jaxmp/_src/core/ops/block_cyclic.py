@@ -92,7 +92,7 @@ def to_block_cyclic(
     """Distributes a matrix block-cyclically; pure, differentiable, and the inverse of `from_block_cyclic`.
 
     Args:
-      x: (m, n), sharded in any way, of any type; or a `BlockCyclicArray`, which gets another layout on its grid.
+      x: (m, n), numbers or bools, sharded in any way; or a `BlockCyclicArray`, which gets another layout on its grid.
       layout: a `jaxmp.BlockCyclic` with the grid of the mesh axes.
       mesh: the mesh; by default x's own (if x is not traced), else the ambient one. A `BlockCyclicArray` keeps its own
         mesh and axes, and takes no others.
@@ -125,10 +125,7 @@ def to_block_cyclic(
             raise InvalidValue(f"x is on axes {x.axes} of its mesh; use from_block_cyclic to bring it to others")
         data = move(x.data, x.mesh, x.axes, Distributed(x.shape, x.layout), layout)
         return dataclasses.replace(x, data=data, layout=layout)
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        raise InvalidType(f"x must be an array, got {type(x).__name__}; convert it with jnp.asarray")
-    if len(x.shape) != 2:
-        raise InvalidValue(f"x must have 2 dimensions, got {len(x.shape)} (shape {tuple(x.shape)})")
+    operand_checks.check_array("x", x, ndim=2)
     if mesh is not None and not isinstance(mesh, Mesh):
         raise InvalidType(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     found = _find_mesh(x, mesh)

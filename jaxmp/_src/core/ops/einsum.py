@@ -25,7 +25,7 @@ from jaxmp._src.core.sharding.meshes import partition_spec
 from jaxmp._src.core.sharding.shardings import to_dims
 from jaxmp._src.core.spec.options import Precision, Sharding
 from jaxmp._src.core.spec.refusal import InvalidOperands, InvalidType, InvalidValue, naming
-from jaxmp._src.core.spec.request import ContractionOptions, Request, ShardingPair
+from jaxmp._src.core.spec.request import ContractionOptions, Request
 from jaxmp._src.core.validation import result_types
 from jaxmp._src.core.validation.operand_checks import check_array, check_preferred
 from jaxmp._src.core.validation.public import public
@@ -361,16 +361,13 @@ def _toward(left: _Term, right: _Term, indices: str, output: str, out_sharding: 
     return partition_spec(tuple(placed))
 
 
-def _reduced_shardings(shardings: ShardingPair, terms: Sequence[_Term], reduced: Sequence[_Term]) -> ShardingPair:
+def _reduced_shardings(shardings: Any, terms: Sequence[_Term], reduced: Sequence[_Term]) -> Any:
     """Returns the shardings of the two operands `reduced`, which `_reduced` made of `terms`, from the `shardings` of
     `terms`. Returns anything but a pair unchanged, because it is refused later by name."""
     if not isinstance(shardings, tuple | list) or isinstance(shardings, P) or len(shardings) != 2:
         return shardings
-    first, second = (
-        _permuted(term.name, sharding, term.indices, kept.indices)
-        for sharding, term, kept in zip(shardings, terms, reduced, strict=True)
-    )
-    return first, second
+    pairs = zip(shardings, terms, reduced, strict=True)
+    return tuple(_permuted(term.name, sharding, term.indices, kept.indices) for sharding, term, kept in pairs)
 
 
 def _permuted(argument: str, sharding: Sharding | None, have: str, want: str) -> Sharding | None:

@@ -193,13 +193,11 @@ def product(
         given = shardings.with_dims(ragged.PRODUCT, placement.dims, (*shapes, (m, n)), placement.mesh.shape)
         given = dataclasses.replace(given, unreduced=placement.unreduced)
         call = ragged.planned(spec, (placement.mesh, placement.is_explicit), given, shapes)
-    run: Callable[[Operands], jax.Array] = functools.partial(jaxmp_ragged_dot, call)
-    if bias is not None or activation is not None:
-        f = activation_of(spec, activation)
-        if f is not None:
-            meshes.check_summed(placement)
-        operands |= bias_of(spec, bias, operands["b"])
-        run = functools.partial(activated.compiled(jaxmp_activated_ragged_dot, f), call, f)
+    f = activation_of(spec, activation)
+    if f is not None:
+        meshes.check_summed(placement)
+    operands |= bias_of(spec, bias, operands["b"])
+    run: Callable[[Operands], jax.Array] = functools.partial(activated.compiled(jaxmp_ragged_dot, f), call, f)
     if placement.mode == meshes.Mode.XLA:
         of_x, of_w = (meshes.type_dims(f"{{{name}}}", operands[name]) for name in "ab")
         dims = of_x, of_w, None if placement.out_sharding is None else ((), ())
@@ -209,21 +207,16 @@ def product(
     return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def jaxmp_ragged_dot(call: ragged.RaggedCall, operands: dict[str, jax.Array]) -> jax.Array:
-    return call(ragged.checked(operands, operands["a"].shape[0]))
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def jaxmp_activated_ragged_dot(
-    call: ragged.RaggedCall, f: Function | None, operands: dict[str, jax.Array]
-) -> jax.Array:
-    """Computes the product with its bias, and applies `f` (None: nothing) before the result is rounded."""
+def jaxmp_ragged_dot(call: ragged.RaggedCall, f: Function | None, operands: Operands) -> jax.Array:
+    """Computes the product with its bias, if any, and applies `f` (None: nothing) before the result is rounded."""
+    operands = ragged.checked(operands, operands["a"].shape[0])
+    if f is None and "bias" not in operands:
+        return call(operands)
 
-    def products(dtype: np.dtype, operands: dict[str, jax.Array]) -> list[jax.Array]:
+    def products(dtype: np.dtype, operands: Operands) -> list[jax.Array]:
         return [dataclasses.replace(call, spec=dataclasses.replace(call.spec, out_dtype=dtype))(operands)]
 
-    operands = ragged.checked(operands, operands["a"].shape[0])
     zs = activated.preactivations(products, call.spec.out_dtype, operands)
     return activated.activate(f or (lambda z: z), zs)
 

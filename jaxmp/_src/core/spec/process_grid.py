@@ -34,12 +34,6 @@ def numroc(n: int, nb: int, iproc: int, isrc: int, nprocs: int) -> int:
     return local
 
 
-def local_to_global(i: int, nb: int, iproc: int, isrc: int, nprocs: int) -> int:
-    """Returns the global index of local index `i` (0-based) of process `iproc`, in blocks of nb from process isrc."""
-    distance = (nprocs + iproc - isrc) % nprocs
-    return ((i // nb) * nprocs + distance) * nb + i % nb
-
-
 def relu_aux_bytes(n: int) -> int:
     """Bytes of packed relu mask per row of D: one bit per column, padded."""
     return round_up(n, RELU_AUX_BITS) // 8
@@ -108,11 +102,13 @@ class BlockCyclic:
     def indices(self, shape: tuple[int, int], dimension: int) -> np.ndarray:
         """Returns (processes along `dimension`, `local_shape(shape)[dimension]`) int32: the global index of each local
         row or column. Padding has the index `shape[dimension]`."""
-        extent, block = shape[dimension], self.block[dimension]
-        nprocs, source = self.grid[dimension], self.first[dimension]
-        local = range(self.local_shape(shape)[dimension])
-        found = [[local_to_global(i, block, iproc, source, nprocs) for i in local] for iproc in range(nprocs)]
-        return np.minimum(np.array(found, np.int32).reshape(nprocs, len(local)), extent)
+        extent, nprocs = shape[dimension], self.grid[dimension]
+        found = np.full((nprocs, self.local_shape(shape)[dimension]), extent, np.int32)
+        owner = (np.arange(extent) // self.block[dimension] + self.first[dimension]) % nprocs
+        for process in range(nprocs):
+            held = np.flatnonzero(owner == process)
+            found[process, : len(held)] = held
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
