@@ -173,13 +173,21 @@ def check_local_shapes(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, *, take
     rows, k_a, k_b, cols = found.local
     if spec.contraction.is_grid:
         nrow, ncol = spec.group.shape
-        _check_grid(spec, rows, cols, nrow, ncol)
+        for what, extent, parts, is_moved in (
+            ("rows", rows * ncol, nrow, spec.transpose_a),
+            ("columns", cols * nrow, ncol, spec.transpose_b),
+        ):
+            if is_moved and extent % parts:
+                raise InvalidValue(
+                    f"the result has {extent} {what}, which the {nrow}x{ncol} grid splits into {parts} parts; "
+                    f"pad them to a multiple of {parts}"
+                )
         k_a *= nrow if spec.transpose_a else ncol
         k_b *= ncol if spec.transpose_b else nrow
     if k_a != k_b:
         where = f"shapes {tuple(a_shape)}, {tuple(b_shape)}" + (" per device" if spec.group.nranks > 1 else "")
-        hint = _transpose_hint(spec, a_shape, b_shape) if takes_transposed else _as_stored_hint(k_a, b_shape)
-        raise InvalidOperands(f"{{b}} has k={k_b} but {{a}} has k={k_a} ({where}); {hint}")
+        remedy = _remedy(spec, a_shape, b_shape, takes_transposed)
+        raise InvalidOperands(f"{{b}} has k={k_b} but {{a}} has k={k_a} ({where}); {remedy}")
     p = spec.group.nranks
     if spec.contraction.scatters and rows % p:
         raise InvalidValue(
@@ -190,32 +198,16 @@ def check_local_shapes(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, *, take
     return found
 
 
-def _check_grid(spec: MatmulSpec, rows: int, cols: int, nrow: int, ncol: int) -> None:
-    """Raises ValueError if a is transposed and `nrow` does not divide the `rows` * `ncol` rows of d, or b is transposed
-    and `ncol` does not divide the `cols` * `nrow` columns of d. `rows`, `cols`: of a rank's op(A) and op(B)."""
-    for what, extent, parts, is_moved in (
-        ("rows", rows * ncol, nrow, spec.transpose_a),
-        ("columns", cols * nrow, ncol, spec.transpose_b),
-    ):
-        if is_moved and extent % parts:
-            raise InvalidValue(
-                f"the result has {extent} {what}, which the {nrow}x{ncol} grid splits into {parts} parts; "
-                f"pad them to a multiple of {parts}"
-            )
-
-
-def _as_stored_hint(k: int, b_shape: Shape) -> str:
-    return "pass {b}.T if it is stored (n, k)" if b_shape[-1] == k else "the contracted extents must be equal"
-
-
-def _transpose_hint(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> str:
-    """Returns the advice for operands with different k: the transposition flag to change if one may make k equal, else
+def _remedy(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, takes_transposed: bool) -> str:
+    """Returns the advice for operands with different k: the transposition that may make k equal, if there is one, else
     a text that says only that k must be equal."""
     k = extents(spec, a_shape, b_shape).local[1]
     if b_shape[-1] == k and not spec.transpose_b:
-        return "pass transpose_b=True if {b} is stored (n, k)"
+        return (
+            "pass transpose_b=True if {b} is stored (n, k)" if takes_transposed else "pass {b}.T if it is stored (n, k)"
+        )
     if spec.transpose_b and b_shape[0] == k:
         return "pass transpose_b=False if {b} is stored (k, n)"
-    if not spec.transpose_a and a_shape[0] in b_shape:
+    if takes_transposed and not spec.transpose_a and a_shape[0] in b_shape:
         return "pass transpose_a=True if {a} is stored (k, m)"
     return "the contracted extents must be equal"
