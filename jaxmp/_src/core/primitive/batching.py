@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from jaxmp._src.core.primitive import bias_grad
-from jaxmp._src.core.primitive.jvp import matmul_jvp_rule
+from jaxmp._src.core.primitive.jvp import matmul_jvp_rule, zero_tangent
 from jaxmp._src.core.primitive.primitives import (
     activated_matmul_parts,
     activation_grad,
@@ -191,36 +191,32 @@ def batched_abstract_eval(*avals: Aval, spec: MatmulSpec) -> list[Aval]:
 
 
 def batched_jvp_rule(primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec) -> tuple[Any, Any]:
-    moving = {i: t for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)}
-
     def one(primals: list[jax.Array], moving: dict[int, jax.Array]) -> tuple[Any, dict[int, jax.Array]]:
-        given = [moving.get(i, ad.Zero(jax.typeof(x).to_tangent_aval())) for i, x in enumerate(primals)]
+        given = [moving.get(i, zero_tangent(x)) for i, x in enumerate(primals)]
         outputs, moved = jvp_rule(primals, given, spec=spec)
-        return outputs, {i: t for i, t in enumerate(moved) if not isinstance(t, ad.Zero)}
+        return outputs, _nonzero(moved)
 
-    outputs, moved = jax.vmap(one)(list(primals), moving)
-    zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outputs]
-    return outputs, [moved.get(i, zero) for i, zero in enumerate(zeros)]
+    outputs, moved = jax.vmap(one)(list(primals), _nonzero(tangents))
+    return outputs, [moved.get(i, zero_tangent(x)) for i, x in enumerate(outputs)]
+
+
+def _nonzero(xs: Sequence[Any]) -> dict[int, jax.Array]:
+    """Returns the arrays in `xs` by position, without None, `ad.Zero` and `ad.UndefinedPrimal`."""
+    return {i: x for i, x in enumerate(xs) if not isinstance(x, ad.Zero | ad.UndefinedPrimal | None)}
 
 
 def batched_transpose_rule(cts: Sequence[Any], *operands: Operand, spec: MatmulSpec) -> list[jax.Array | None]:
-    linear = {
-        i: jax_compat.without_first_dimension(x.aval)
-        for i, x in enumerate(operands)
-        if isinstance(x, ad.UndefinedPrimal)
-    }
-    known = {i: x for i, x in enumerate(operands) if not isinstance(x, ad.UndefinedPrimal)}
-    given = {i: ct for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)}
+    known, given = _nonzero(operands), _nonzero(cts)
     if not given:
         return [None] * len(operands)
 
+    def of_one(kind: Any, x: Any) -> Any:
+        return kind(jax_compat.without_first_dimension(x.aval))
+
     def one(known: dict[int, jax.Array], given: dict[int, jax.Array]) -> dict[int, jax.Array]:
-        each = [known[i] if i in known else ad.UndefinedPrimal(linear[i]) for i in range(len(operands))]
-        ct = [
-            given[i] if i in given else ad.Zero(jax_compat.without_first_dimension(x.aval)) for i, x in enumerate(cts)
-        ]
-        results = transpose_rule(ct, *each, spec=spec)
-        return {i: x for i, x in enumerate(results) if x is not None and not isinstance(x, ad.Zero)}
+        each = [known[i] if i in known else of_one(ad.UndefinedPrimal, x) for i, x in enumerate(operands)]
+        ct = [given[i] if i in given else of_one(ad.Zero, x) for i, x in enumerate(cts)]
+        return _nonzero(transpose_rule(ct, *each, spec=spec))
 
     results = jax.vmap(one)(known, given)
     return [results.get(i) for i in range(len(operands))]

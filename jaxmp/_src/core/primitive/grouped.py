@@ -114,8 +114,8 @@ def grouped(spec: GroupedSpec, x: jax.Array, w: jax.Array, bounds: jax.Array) ->
 
 
 def type_of(x: Any, w: Any) -> np.dtype:
-    """Returns the common type of x and w in their product, because one that is a cotangent may have the type of
-    sums."""
+    """Returns the common type of x and w in their product. A cotangent may have the type of sums, such as float32 with
+    16-bit operands, also if the user's promotion rules are strict."""
     if low_precision.is_mixed(x.dtype, w.dtype):
         return low_precision.operand_type(x.dtype, w.dtype)
     with jax.numpy_dtype_promotion("standard"):

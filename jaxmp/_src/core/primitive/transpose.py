@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
-from jaxmp._src.core.primitive import collectives, row_order
+from jaxmp._src.core.primitive import collectives, grouped, row_order
 from jaxmp._src.core.primitive.collectives import cast_varying
 from jaxmp._src.core.primitive.primitives import activation_grad, bind, completes_sums, summed_over
 from jaxmp._src.core.spec import epilogs, low_precision
@@ -171,11 +171,8 @@ def _product_and_sums(
     cannot sum it). The first is the product `call` of `left` and `right`; under check_vma it is summed over the axes
     that one of these varies over and the operand does not. `layout`: the layout of the contraction in the global array.
     Raises as `_check_ordered` in the global order."""
-    common = low_precision.operand_type(left.dtype, right.dtype)
+    common = grouped.type_of(left, right)
     if not low_precision.is_mixed(left.dtype, right.dtype):
-        # float32 cotangents of 16-bit operands, even if the user's promotion rules are strict
-        with jax.numpy_dtype_promotion("standard"):
-            common = jnp.promote_types(left.dtype, right.dtype)
         left, right = left.astype(common), right.astype(common)
     call = fit_comm_options(call.replace(out_dtype=common))
     have = jax_compat.varying_axes(left) | jax_compat.varying_axes(right) | frozenset(call.group.axes)
@@ -197,12 +194,10 @@ def _product_and_sums(
     d, *sums = bind(call, left, right).values()
     d = collectives.own_part(d, 0, scattered) if scattered else d
     d = collectives.psum(d, summed, source_line=spec.source_line) if summed else d
-    sums = (
-        []
-        if bias is None
-        else [cast_varying(x, bias.aval.manual_axis_type.varying).astype(bias.aval.dtype) for x in sums]
-    )
-    return cast_varying(d, want).astype(operand.aval.dtype), sums[0] if sums else None
+    of_bias = None
+    if bias is not None and sums:
+        of_bias = cast_varying(sums[0], bias.aval.manual_axis_type.varying).astype(bias.aval.dtype)
+    return cast_varying(d, want).astype(operand.aval.dtype), of_bias
 
 
 def _gradient_epilog(
