@@ -249,11 +249,11 @@ def move(data: jax.Array, mesh: Mesh, axes: Axes, source: Distributed, target: B
         for dimension, (exchange, names) in enumerate(zip(exchanges, axes, strict=True)):
             if exchange is None:
                 continue
-            nprocs, me = len(exchange.take), lax.axis_index(names)
-            send, take = jnp.asarray(exchange.send.reshape(nprocs, -1))[me], jnp.asarray(exchange.take)[me]
-            x = jnp.take(x, send, axis=dimension, mode="fill", fill_value=0)
+            (send, take), me = exchange, lax.axis_index(names)
+            parts = jnp.asarray(send.reshape(len(send), -1))[me]
+            x = jnp.take(x, parts, axis=dimension, mode="fill", fill_value=0)
             x = collectives.all_to_all(x, names, dimension, dimension)
-            x = jnp.take(x, take, axis=dimension, mode="fill", fill_value=0)
+            x = jnp.take(x, jnp.asarray(take)[me], axis=dimension, mode="fill", fill_value=0)
         return x
 
     return jax.shard_map(exchanged, mesh=mesh, in_specs=P(*axes), out_specs=P(*axes))(data)
@@ -305,20 +305,19 @@ _OF_ARRAYS = ("determinism", "epilog_inputs", "in_shardings", "mesh", "scaling",
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _multiply(spec: MatmulSpec, mesh: Mesh, a: jax.Array, b: jax.Array, c: jax.Array | None = None) -> jax.Array:
+def _multiply(spec: MatmulSpec, mesh: Mesh, a: jax.Array, b: jax.Array, *c: jax.Array) -> jax.Array:
     """Multiplies `BlockCyclicArray.data`, in `shard_map`. If a or b is empty, returns beta * c, or zeros without c."""
     assert spec.distributions is not None
     d, tiles = spec.distributions[2], P(spec.group.row_axes, spec.group.col_axes)
     if 0 in (*a.shape, *b.shape):  # nothing to contract
-        added = empty(d.shape, d.layout, spec.out_dtype)
-        return added if c is None or spec.beta == 0 else c * jnp.asarray(spec.beta, c.dtype)
+        is_added = c and spec.beta != 0
+        return c[0] * jnp.asarray(spec.beta, c[0].dtype) if is_added else empty(d.shape, d.layout, spec.out_dtype)
 
     def multiply(a: jax.Array, b: jax.Array, *c: jax.Array) -> jax.Array:
         extra = {"c": xla_matmul.without_padding(spec, c[0])} if c else {}  # so its cotangent has no padding either
         return bind(spec.replace(is_typed=jax_compat.is_vma_checked()), a, b, extra)["d"]
 
-    operands = (a, b) if c is None else (a, b, c)
-    return jax.shard_map(multiply, mesh=mesh, in_specs=(tiles,) * len(operands), out_specs=tiles)(*operands)
+    return jax.shard_map(multiply, mesh=mesh, in_specs=tiles, out_specs=tiles)(a, b, *c)
 
 
 def _check_operands(a: Any, b: Any, c: Any) -> None:

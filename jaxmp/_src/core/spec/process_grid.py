@@ -134,32 +134,24 @@ def contiguous(shape: tuple[int, int], grid: tuple[int, int]) -> BlockCyclic:
     return BlockCyclic(grid, (rows, cols))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Exchange:
-    """One dimension of a redistribution, as an all-to-all of equal parts.
+@functools.lru_cache(maxsize=256)
+def exchange(
+    shape: tuple[int, int], dimension: int, source: BlockCyclic, target: BlockCyclic
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Returns (send, take) of the all-to-all of equal parts from layout `source` to `target` along `dimension`, over
+    the grid's processes of that dimension; None if both layouts give every process the same indices in the same order.
 
     `send[s, t]`: the local indices, in process s, of what s sends to t, padded with the number of its local indices.
     `take[t]`: for each local index of process t, its position in the parts that t receives, concatenated by sender;
     padding is the length of the concatenation."""
-
-    send: np.ndarray
-    take: np.ndarray
-
-
-@functools.lru_cache(maxsize=256)
-def exchange(shape: tuple[int, int], dimension: int, source: BlockCyclic, target: BlockCyclic) -> Exchange | None:
-    """Returns the all-to-all from layout `source` to `target` along `dimension`, over the grid's processes of that
-    dimension; None if both layouts give every process the same indices in the same order."""
     have, want = source.indices(shape, dimension), target.indices(shape, dimension)
     if np.array_equal(have, want):
         return None
     extent, nprocs = shape[dimension], len(have)
     owner, local = np.empty((2, extent), np.int64)
-    for process, indices in enumerate(have):
-        held = indices[indices < extent]
-        owner[held], local[held] = process, np.arange(len(held))
-    parts = [[indices[(indices < extent)] for indices in want] for _ in range(nprocs)]
-    parts = [[part[owner[part] == s] for part in row] for s, row in enumerate(parts)]
+    owner[have[have < extent]], local[have[have < extent]] = np.nonzero(have < extent)
+    held = [indices[indices < extent] for indices in want]
+    parts = [[indices[owner[indices] == s] for indices in held] for s in range(nprocs)]
     width = max(len(part) for row in parts for part in row)
     send = np.full((nprocs, nprocs, width), have.shape[1], np.int32)
     position = np.full((nprocs, extent + 1), nprocs * width, np.int32)
@@ -167,4 +159,4 @@ def exchange(shape: tuple[int, int], dimension: int, source: BlockCyclic, target
         for t, part in enumerate(row):
             send[s, t, : len(part)] = local[part]
             position[t, part] = s * width + np.arange(len(part))
-    return Exchange(send, np.take_along_axis(position, want, axis=1))
+    return send, np.take_along_axis(position, want, axis=1)
