@@ -33,7 +33,7 @@ from jaxmp._src.core.primitive.grouped import GROUPED
 from jaxmp._src.core.spec import low_precision
 from jaxmp._src.core.spec.extents import AMAXES, SPANS, axes_text, check_local_shapes, extents, output_rows, result_type
 from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec
-from jaxmp._src.core.spec.refusal import InvalidValue, Refusal
+from jaxmp._src.core.spec.refusal import InvalidValue, naming
 from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering, jax_tracing
 from jaxmp._src.platform.runtime import native
 from jaxmp._src.platform.runtime.types import Aval, Operands, Shape
@@ -226,11 +226,8 @@ def naming_by_spec(rule: Rule) -> Rule:
 
     @functools.wraps(rule)
     def named(*args: Any, spec: MatmulSpec | None, **params: Any) -> Any:
-        try:
+        with naming("matmul" if spec is None else spec.function):
             return rule(*args, spec=spec, **params)
-        except Refusal as refusal:
-            refusal.of("matmul" if spec is None else spec.function)
-            raise
 
     return named
 

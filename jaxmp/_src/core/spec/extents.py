@@ -92,33 +92,20 @@ def _extents(
     if distributions:
         a, _, whole = distributions
         return Extents(*whole.shape, a.shape[product.a.index("k")], whole.local_shape, local)
-    sizes, (rows, cols) = _factors(product, group)
-    m, k, n = (extent * size for extent, size in zip((local[0], local[1], local[3]), sizes, strict=True))
-    return Extents(m, n, k, (_scaled(local[0], rows), _scaled(local[3], cols)), local)
+    (rows, k, _, cols), size, sharded = local, group.size, product.sharded
+    m, n, k = rows * size(sharded("a", "m")), cols * size(sharded("b", "n")), k * size(sharded("a", "k"))
+    return Extents(m, n, k, (_of_output(product, group, "m", rows), _of_output(product, group, "n", cols)), local)
 
 
-# A factor: (times, over).
-_Ratio = tuple[int, int]
-
-
-@functools.lru_cache(maxsize=4096)
-def _factors(product: Contraction, group: Group) -> tuple[tuple[int, int, int], tuple[_Ratio, _Ratio]]:
-    """Returns ((how many ranks' shards make up m, k and n of the group), (the ratio of the rows of a rank's d to the
-    rows of its op(A), the ratio of the columns of a rank's d to the columns of its op(B))). Ratios are (numerator,
-    denominator)."""
-    size, sharded = group.size, product.sharded
-    sizes = size(sharded("a", "m")), size(sharded("a", "k")), size(sharded("b", "n"))
-    rows, cols = ((size(sharded(which, i)), size(sharded("d", i))) for which, i in (("a", "m"), ("b", "n")))
-    return sizes, (rows, cols)
-
-
-def _scaled(extent: int, ratio: _Ratio) -> int:
-    return extent if ratio[0] == ratio[1] else extent * ratio[0] // ratio[1]
+def _of_output(product: Contraction, group: Group, index: str, extent: int) -> int:
+    """Returns the extent along "m" or "n" of a rank's d, if the operand that has this index has `extent` there."""
+    of_operand, of_d = (group.size(product.sharded(x, index)) for x in ("a" if index == "m" else "b", "d"))
+    return extent if of_operand == of_d else extent * of_operand // of_d
 
 
 def output_rows(spec: MatmulSpec, rows: int) -> int:
     """Returns the number of rows of D that each rank holds if its op(A) has `rows` rows."""
-    return _scaled(rows, _factors(spec.contraction, spec.group)[1][0])
+    return _of_output(spec.contraction, spec.group, "m", rows)
 
 
 AMAXES = ("amax_d", "gelu_aux_amax")
