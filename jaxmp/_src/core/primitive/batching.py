@@ -63,7 +63,7 @@ def matmul_batch_rule(
         return _split_bias(args, dims, spec)
     # In the global order a batch is not folded into columns: the gradient of a would sum it inside each rank's columns.
     is_plain = spec.is_bilinear and not is_decoded and not spec.global_order
-    if is_plain and "a" not in batched and not _crosses_blocks(spec, a_is_batched=False, b_is_batched=True):
+    if is_plain and "a" not in batched and not _crosses_blocks(spec, "b"):
         b = operands["b"]
         batch, n, k = b.shape if spec.transpose_b else (b.shape[0], b.shape[2], b.shape[1])
         b = b.reshape(batch * n, k) if spec.transpose_b else jnp.swapaxes(b, 0, 1).reshape(k, batch * n)
@@ -88,13 +88,10 @@ def matmul_batch_rule(
     return results, [0] * len(results)
 
 
-def _crosses_blocks(spec: MatmulSpec, a_is_batched: bool, b_is_batched: bool) -> bool:
+def _crosses_blocks(spec: MatmulSpec, batched: str) -> bool:
     """True if a fold of the batch would move blocks to other ranks: with block-cyclic operands, and with a batched
-    operand of a grid that is stored transposed."""
-    is_grid = spec.contraction.is_grid
-    return bool(spec.distributions) or (
-        is_grid and ((a_is_batched and spec.transpose_a) or (b_is_batched and spec.transpose_b))
-    )
+    operand ("a" or "b") of a grid that is stored transposed."""
+    return bool(spec.distributions or (spec.contraction.is_grid and getattr(spec, f"transpose_{batched}")))
 
 
 def _split_bias(
@@ -145,7 +142,7 @@ def _folds_into_rows(spec: MatmulSpec, batched: set[str]) -> bool:
     if spec.scales.amax_d or spec.scales.amax_aux or spec.scales.a in low_precision.BLOCK:
         return False  # each product has one maximum, and scales of blocks may span rows
     is_fixed = all(_folds(spec, name) for name in batched - {"a"})
-    return "a" in batched and is_fixed and not _crosses_blocks(spec, a_is_batched=True, b_is_batched=False)
+    return "a" in batched and is_fixed and not _crosses_blocks(spec, "a")
 
 
 def _folds(spec: MatmulSpec, name: str) -> bool:

@@ -92,9 +92,8 @@ FUNCTIONS: dict[str, Function] = {
     "tanh": jnp.tanh,
     "sigmoid": jax.nn.sigmoid,
 }
-FUSED = ("relu", "gelu")
-# JAX functions that are fused too.
-_FUSED_FUNCTIONS: tuple[tuple[Any, str], ...] = ((jax.nn.relu, "relu"), (jax.nn.gelu, "gelu"))
+# Those with an epilog, as functions of JAX, which are fused too.
+FUSED: dict[str, Function] = {"relu": jax.nn.relu, "gelu": jax.nn.gelu}
 
 
 def parse(activation: Any) -> str | Function | None:
@@ -109,12 +108,12 @@ def parse(activation: Any) -> str | Function | None:
         raise InvalidValue(
             f"activation must be one of {', '.join(FUNCTIONS)}, or a function of an array, got {activation!r}{hint}"
         )
-    return next((fused for f, fused in _FUSED_FUNCTIONS if f is activation), activation)
+    return next((name for name, f in FUSED.items() if f is activation), activation)
 
 
 def of_jax(found: str | Function | None) -> Any:
     """Returns `jax.nn.relu` or `jax.nn.gelu` for "relu" or "gelu"; any other result of `parse` unchanged."""
-    return next((f for f, fused in _FUSED_FUNCTIONS if fused == found), found)
+    return FUSED[found] if isinstance(found, str) else found
 
 
 def is_named(f: Function | None) -> bool:
