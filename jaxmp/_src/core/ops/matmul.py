@@ -99,14 +99,14 @@ def matmul(
     True
     """
     if not options and c is None and eager_calls.is_simple(a, b):
-        return _of_two(a, b)  # type: ignore[no-any-return]
+        return _of_two(a, b)
     request = Request("matmul", a, b, c, **options)
     if isinstance(a, BlockCyclicArray) or isinstance(b, BlockCyclicArray):
         return block_cyclic.matmul(request)
     operands = eager_calls.operands_of(request)
     entry = eager_calls.look_up(request, operands)
     if entry:
-        return entry[0](*operands.values())  # type: ignore[no-any-return]
+        return entry[0](*operands.values())
     if getattr(a, "ndim", 2) < 2 or getattr(b, "ndim", 2) != 2:
         return _contract(request, entry)
     return product(request, entry, operands)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ from jaxmp._src.platform.runtime.types import Aval, Operand, Tangent
 
 
 def matmul_transpose_rule(
-    cts: Sequence[Tangent], a: Operand, b: Operand, *extra: Operand, spec: MatmulSpec
+    cts: Sequence[Tangent], a: Any, b: Any, *extra: Any, spec: MatmulSpec
 ) -> list[jax.Array | None]:
     """Returns the cotangents of a, b and bias: None for operands that are not linear, and for all if the cotangent of d
     is zero. `extra` is empty, or the bias of d = alpha * A@B + bias, which the JVP rule binds to differentiate b and
@@ -48,18 +49,12 @@ def matmul_transpose_rule(
     if isinstance(ct, ad.Zero):
         return [None] * (2 + len(extra))
     if isinstance(a, ad.UndefinedPrimal):
-        ct_a = cotangent_of_a(ct, a, _value(b), spec=product)
+        ct_a = cotangent_of_a(ct, a, b, spec=product)
     if isinstance(b, ad.UndefinedPrimal):
-        ct_b, ct_bias = cotangents_of_b_and_bias(ct, _value(a), b, bias, spec=product)
+        ct_b, ct_bias = cotangents_of_b_and_bias(ct, a, b, bias, spec=product)
     if bias is not None and ct_bias is None:
         ct_bias = cotangent_of_bias(ct, bias.aval, spec)
     return [ct_a, ct_b, *[ct_bias] * len(extra)]
-
-
-def _value(x: Operand) -> jax.Array:
-    """Returns `x`, which has a value, because the transposition is with respect to the other operand."""
-    assert not isinstance(x, ad.UndefinedPrimal), x
-    return x
 
 
 def cotangent_of_a(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: MatmulSpec) -> jax.Array:
@@ -245,13 +240,13 @@ def activation_grad_transpose_rule(
 
 
 def activated_matmul_transpose_rule(
-    ct: Tangent, t: Operand, *rest: Operand, spec: MatmulSpec, activation: str
+    ct: Tangent, t: Operand, *rest: Any, spec: MatmulSpec, activation: str
 ) -> list[jax.Array | None]:
     """Returns dt = act'(z) * (ct @ w^T), dbias = dt summed over its rows if there is a bias, and None for aux and w. An
     operand that is not linear also has None, and all operands if `ct` is zero."""
     if isinstance(ct, ad.Zero):
         return [None] * (1 + len(rest))
-    bias, aux, w = rest[:-2], _value(rest[-2]), _value(rest[-1])
+    *bias, aux, w = rest
     wants_sums = any(map(ad.is_undefined_primal, bias))
     if spec.contraction.is_reduced:
         ct = reduced_cotangent(spec, ct)
