@@ -59,7 +59,7 @@ _register(
     activation_grad_p,
     abstract_eval=lambda aux, t, **_: t,
     jvp=jvp.activation_grad_jvp_rule,
-    transpose=transpose.activation_grad_transpose_rule,
+    transpose=lambda ct, aux, t, *, activation, spec: [None, primitives.activation_grad(activation, aux, ct, spec)],
     batch=batch_rules.activation_grad_batch_rule,
     lower=lambda platform: partitioner.partitioned_rule(
         rules.activation_grad_rule(platform), lambda spec: "m n, m n -> m n"
@@ -68,7 +68,7 @@ _register(
 
 _register(
     activated_matmul_p,
-    abstract_eval=primitives.activated_matmul_abstract_eval,
+    abstract_eval=lambda t, *rest, spec, activation: primitives.output_aval(spec, t, rest[-1]),
     jvp=jvp.activated_matmul_jvp_rule,
     transpose=transpose.activated_matmul_transpose_rule,
     batch=batch_rules.activated_matmul_batch_rule,

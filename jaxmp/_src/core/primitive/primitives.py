@@ -257,7 +257,7 @@ def _output_varying(spec: MatmulSpec, a: Aval, b: Aval, extra: Sequence[Aval] = 
     return frozenset(product)
 
 
-def _output_aval(spec: MatmulSpec, a: Aval, b: Aval, extra: Sequence[Aval] = ()) -> Aval:
+def output_aval(spec: MatmulSpec, a: Aval, b: Aval, extra: Sequence[Aval] = ()) -> Aval:
     varying = _output_varying(spec, a, b, extra)
     found = check_local_shapes(spec, a.shape, b.shape)
     if low_precision.is_scaled(low_precision.operand_type(a.dtype, b.dtype)):
@@ -269,7 +269,7 @@ def _output_aval(spec: MatmulSpec, a: Aval, b: Aval, extra: Sequence[Aval] = ())
 def matmul_abstract_eval(a: Aval, b: Aval, *extra: Aval, spec: MatmulSpec) -> list[Aval]:
     # Scales of blocks vary like their operands.
     named = zip(spec.operand_names, extra, strict=True)
-    d = _output_aval(spec, a, b, [x for name, x in named if name not in ("scale_a", "scale_b") or x.ndim == 0])
+    d = output_aval(spec, a, b, [x for name, x in named if name not in ("scale_a", "scale_b") or x.ndim == 0])
     return [d, *[_result_aval(name, spec, a, b, d) for name in spec.output_names[1:]]]
 
 
@@ -280,10 +280,6 @@ def _result_aval(name: str, spec: MatmulSpec, a: Aval, b: Aval, d: Aval) -> Aval
     shared = {"a": spec.group.axes, "b": axes("b", "k"), "d": axes("d", "m"), "": ()}[of]
     varying = {"a": a, "b": b}.get(of, d).manual_axis_type.varying - frozenset(shared)
     return jax_compat.with_shape(d, found.shape, found.dtype, varying)
-
-
-def activated_matmul_abstract_eval(t: Aval, *rest: Aval, spec: MatmulSpec, activation: str) -> Aval:
-    return _output_aval(spec, t, rest[-1])
 
 
 def activation_grad(activation: str, aux: jax.Array, t: jax.Array, spec: MatmulSpec | None = None) -> jax.Array:

@@ -24,7 +24,7 @@ from jax.interpreters import ad
 
 from jaxmp._src.core.primitive import collectives, grouped, row_order
 from jaxmp._src.core.primitive.collectives import cast_varying
-from jaxmp._src.core.primitive.primitives import activation_grad, bind, completes_sums, summed_over
+from jaxmp._src.core.primitive.primitives import bind, completes_sums, summed_over
 from jaxmp._src.core.spec import epilogs, low_precision
 from jaxmp._src.core.spec.epilogs import Epilog
 from jaxmp._src.core.spec.extents import axes_text
@@ -231,12 +231,6 @@ def _check_ordered(spec: MatmulSpec, call: MatmulSpec, summed: tuple[str, ...]) 
             "the sum over it would come after the grid's sum",
             "shard the operand over it",
         )
-
-
-def activation_grad_transpose_rule(
-    ct: jax.Array, aux: jax.Array, t: Operand, *, activation: str, spec: MatmulSpec | None
-) -> list[jax.Array | None]:
-    return [None, activation_grad(activation, aux, ct, spec)]
 
 
 def activated_matmul_transpose_rule(
