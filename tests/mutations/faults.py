@@ -123,9 +123,9 @@ def a_batch_of_blocks_becomes_columns(original, *args):
     return False
 
 
-@seeded("core.primitive.bias_grad:_sum", "core/product/test_table.py")
-def a_bias_gradient_has_the_sums_of_one_rank(original, x, dimension, is_conjugated, axes, source_line):
-    return original(x, dimension, is_conjugated, (), source_line)
+@seeded("core.primitive.bias_grad:bias_gradient", "core/product/test_table.py")
+def a_bias_gradient_has_the_sums_of_one_rank(original, name, spec, x):
+    return original(name, spec.ungrouped(), x)
 
 
 @seeded("core.sharding.shard_local:_sum_over_data", "core/product/test_table.py")
