@@ -77,9 +77,9 @@ def two_axes_gather_in_the_wrong_order(original, x, axes, **options):
     return original(x, axes[::-1], **options)
 
 
-@seeded("core.spec.process_grid:numroc", "core/product/test_block_cyclic.py")
-def the_first_process_of_a_grid_is_always_the_first(original, n, nb, iproc, isrc, nprocs):
-    return original(n, nb, iproc, 0, nprocs)
+@seeded("core.spec.process_grid:BlockCyclic.indices", "core/product/test_block_cyclic.py")
+def the_first_process_of_a_grid_is_always_the_first(original, layout, shape, dimension):
+    return original(dataclasses.replace(layout, first=(0, 0)), shape, dimension)
 
 
 @seeded("core.lowering.xla_matmul:without_padding", "core/product/test_block_cyclic.py")

@@ -17,23 +17,6 @@ def round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def numroc(n: int, nb: int, iproc: int, isrc: int, nprocs: int) -> int:
-    """Returns how many of n rows or columns process `iproc` holds (ScaLAPACK's NUMROC).
-
-    Worked example: n=10 in blocks of nb=3 over nprocs=2 from isrc=0 are blocks of 3, 3, 3, 1;
-    process 0 holds the first and third (6), process 1 the second and fourth (4).
-    """
-    distance = (nprocs + iproc - isrc) % nprocs
-    full_blocks = n // nb
-    local = (full_blocks // nprocs) * nb
-    extra = full_blocks % nprocs
-    if distance < extra:
-        return local + nb
-    if distance == extra:
-        return local + n % nb
-    return local
-
-
 def relu_aux_bytes(n: int) -> int:
     """Bytes of packed relu mask per row of D: one bit per column, padded."""
     return round_up(n, RELU_AUX_BITS) // 8
@@ -92,10 +75,10 @@ class BlockCyclic:
             raise ValueError(f"BlockCyclic: first={self.first} must be a process of the grid {self.grid}")
 
     def local_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Returns the shape of the largest part of a matrix of `shape` that a process holds."""
+        """Returns the shape of the largest part of a matrix of `shape` that a process holds: the first process's."""
         rows, cols = (
-            numroc(n, nb, source, source, nprocs)  # the first process holds the most
-            for n, nb, source, nprocs in zip(shape, self.block, self.first, self.grid, strict=True)
+            n // (nb * nprocs) * nb + min(n % (nb * nprocs), nb)
+            for n, nb, nprocs in zip(shape, self.block, self.grid, strict=True)
         )
         return rows, cols
 
