@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from jaxmp._src.core.ops import activated
 from jaxmp._src.core.primitive.grouped import GroupedSpec
@@ -21,7 +21,7 @@ from jaxmp._src.core.spec import activations, levels, precisions
 from jaxmp._src.core.spec.activations import Function
 from jaxmp._src.core.spec.low_precision import Scaling
 from jaxmp._src.core.spec.matmul_spec import INTEGERS
-from jaxmp._src.core.spec.options import Activation, Precision
+from jaxmp._src.core.spec.options import Activation
 from jaxmp._src.core.spec.refusal import InvalidOperands, InvalidType, InvalidValue, NotAvailable
 from jaxmp._src.core.spec.request import GroupOptions, Request
 from jaxmp._src.core.validation import arguments, operand_checks, result_types
@@ -38,8 +38,6 @@ def ragged_dot(
     *,
     bias: ArrayLike | None = None,
     activation: Activation | None = None,
-    precision: Precision = None,
-    preferred_element_type: DTypeLike | None = None,
     scaling: Scaling | None = None,
     **options: Unpack[GroupOptions],
 ) -> jax.Array:
@@ -91,7 +89,7 @@ def ragged_dot(
     >>> jaxmp.ragged_dot(jnp.ones((4, 1)), w, jnp.array([1, 2])).tolist()
     [[1.0], [10.0], [10.0], [0.0]]
     """
-    request = Request("ragged_dot", x, w, precision=precision, preferred_element_type=preferred_element_type, **options)
+    request = Request("ragged_dot", x, w, **options)
     if scaling is None:
         return product(request, group_sizes, group_offset, bias, activation)
     return _scaled(request, scaling, (group_sizes, group_offset), bias, activation)

@@ -184,6 +184,8 @@ class ContractionOptions(_Placed, total=False):
 class GroupOptions(_Placed, total=False):
     """Options of `ragged_dot` and `ragged_dot_general`."""
 
+    precision: Precision
+    preferred_element_type: DTypeLike | None
     implementation: GroupedImplementation | None
     determinism: Determinism
 
