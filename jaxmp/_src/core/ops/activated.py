@@ -146,18 +146,20 @@ def preactivations(products: Products, dtype: np.dtype, operands: Operands) -> P
     return _rounded_and_wide(products, dtype, operands)
 
 
-def activate(f: Function, zs: Preactivations) -> jax.Array:
-    """Returns `f` of all products in `zs`, a result of `preactivations`, in the type of the rounded products: f takes
-    them in the accumulator's type, and its result is rounded. The derivative is taken at the rounded products; reverse
-    mode keeps them, and reruns f. Raises ValueError if the result of f has another shape."""
+def activate(f: Function | None, zs: Preactivations) -> jax.Array:
+    """Returns `f` (None: the identity) of the first product in `zs`, a result of `preactivations`, times the second if
+    there is one, in the type of the rounded products: both are taken in the accumulator's type, and the result is
+    rounded. The derivative is taken at the rounded products; reverse mode keeps them, and reruns f. Raises ValueError
+    if the result of f has another shape."""
     rounded, wide = zs
     dtype = rounded[0].dtype
 
     def apply(*zs: jax.Array) -> jax.Array:
-        d = f(*(z.astype(accumulator(dtype)) for z in zs))
-        if jnp.shape(d) != zs[0].shape:
-            raise InvalidValue(f"activation must be elementwise, but {f} makes shape {jnp.shape(d)} of {zs[0].shape}")
-        return d.astype(dtype)
+        z, *factors = (z.astype(accumulator(dtype)) for z in zs)
+        d = z if f is None else f(z)
+        if jnp.shape(d) != z.shape:
+            raise InvalidValue(f"activation must be elementwise, but {f} makes shape {jnp.shape(d)} of {z.shape}")
+        return functools.reduce(jnp.multiply, factors, d).astype(dtype)
 
     d: jax.Array = jax.checkpoint(apply)(*rounded)
     if not wide:

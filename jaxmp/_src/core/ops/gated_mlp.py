@@ -183,11 +183,7 @@ def _static(layers: Layers, operands: Operands) -> _Hidden:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def jaxmp_gated(hidden: _Hidden, act: Function | None, operands: Operands) -> jax.Array:
     """The hidden layer, `act(x @ w_gate + b_gate) * (x @ w_up + b_up)`."""
-
-    def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-        return (gate if act is None else act(gate)) * up
-
-    return activated.activate(gated, _preactivations(hidden, operands))
+    return activated.activate(act, _preactivations(hidden, operands))
 
 
 def _preactivations(hidden: _Hidden, operands: Operands) -> Preactivations:

@@ -275,11 +275,7 @@ def _products(first: RaggedCall, second: RaggedCall, f: Function | None, operand
         call = dataclasses.replace(first, spec=dataclasses.replace(first.spec, out_dtype=dtype))
         return [product(call, operands["x"], name, operands) for name in names]
 
-    def act(z: jax.Array, *up: jax.Array) -> jax.Array:
-        z = z if f is None else f(z)
-        return z * up[0] if up else z
-
-    hidden = activated.activate(act, activated.preactivations(products, first.spec.out_dtype, operands))
+    hidden = activated.activate(f, activated.preactivations(products, first.spec.out_dtype, operands))
     return product(second, hidden, "down", operands)
 
 

@@ -216,7 +216,7 @@ def jaxmp_ragged_dot(call: ragged.RaggedCall, f: Function | None, operands: Oper
         return [dataclasses.replace(call, spec=dataclasses.replace(call.spec, out_dtype=dtype))(operands)]
 
     zs = activated.preactivations(products, call.spec.out_dtype, operands)
-    return activated.activate(f or (lambda z: z), zs)
+    return activated.activate(f, zs)
 
 
 def of_global(spec: GroupedSpec, placement: meshes.Placement) -> GroupedSpec:
