@@ -37,8 +37,7 @@ def gelu(z: jax.Array) -> jax.Array:
 def _gelu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Uses `gelu_derivative`, which is 0 or 1 far out: the formula above has a NaN derivative where z^3 overflows."""
     (z,), (t,) = primals, tangents
-    slope = gelu_derivative(z)
-    return gelu(z), (t.astype(slope.dtype) * slope).astype(t.dtype)
+    return gelu(z), multiply_by_slope("gelu", z, t)
 
 
 def _constants(z: jax.Array) -> tuple[jax.Array, jax.Array]:
