@@ -77,9 +77,9 @@ def two_axes_gather_in_the_wrong_order(original, x, axes, **options):
     return original(x, axes[::-1], **options)
 
 
-@seeded("core.spec.process_grid:numroc", "core/product/test_block_cyclic.py")
-def the_first_process_of_a_grid_is_always_the_first(original, n, nb, iproc, isrc, nprocs):
-    return original(n, nb, iproc, 0, nprocs)
+@seeded("core.spec.process_grid:BlockCyclic.indices", "core/product/test_block_cyclic.py")
+def the_first_process_of_a_grid_is_always_the_first(original, layout, shape, dimension):
+    return original(dataclasses.replace(layout, first=(0, 0)), shape, dimension)
 
 
 @seeded("core.lowering.xla_matmul:without_padding", "core/product/test_block_cyclic.py")
@@ -123,9 +123,9 @@ def a_batch_of_blocks_becomes_columns(original, *args):
     return False
 
 
-@seeded("core.primitive.bias_grad:_sum", "core/product/test_table.py")
-def a_bias_gradient_has_the_sums_of_one_rank(original, x, dimension, is_conjugated, axes, source_line):
-    return original(x, dimension, is_conjugated, (), source_line)
+@seeded("core.primitive.bias_grad:bias_gradient", "core/product/test_table.py")
+def a_bias_gradient_has_the_sums_of_one_rank(original, name, spec, x):
+    return original(name, spec.ungrouped(), x)
 
 
 @seeded("core.sharding.shard_local:_sum_over_data", "core/product/test_table.py")
@@ -153,7 +153,7 @@ def large_results_do_not_saturate(original, x, dtype):
 
 @seeded("core.ops.activated:activate", "core/product/test_layers.py")
 def a_gated_layer_activates_the_other_product(original, f, zs):
-    return original(f, zs[::-1])
+    return original(f, tuple(part[::-1] for part in zs))
 
 
 @seeded("core.lowering.ffi_call:_transposition", "core/product/test_table.py")

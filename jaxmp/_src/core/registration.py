@@ -9,7 +9,7 @@ from typing import Any
 from jax.experimental import jet
 from jax.interpreters import ad, batching
 
-from jaxmp._src.core.lowering import other_rules, rules
+from jaxmp._src.core.lowering import rules
 from jaxmp._src.core.lowering.ffi_call import mesh_position_p, mesh_position_rule
 from jaxmp._src.core.primitive import batching as batch_rules
 from jaxmp._src.core.primitive import grouped, jvp, primitives, transpose
@@ -22,7 +22,6 @@ from jaxmp._src.core.primitive.primitives import (
     naming_by_spec,
 )
 from jaxmp._src.core.sharding import partitioner, ragged
-from jaxmp._src.core.validation import public
 from jaxmp._src.platform.jax_internals import jax_compat, jax_rules
 from jaxmp._src.platform.jax_internals.jax_compat import as_traced
 from jaxmp._src.platform.jax_internals.jax_lowering import mlir
@@ -55,14 +54,12 @@ for _product in MATMULS:
         lower=lambda platform: partitioner.partitioned_rule(rules.matmul_rule(platform), partitioner.sharding_rule_of),
     )
     _jet_rules[_product] = naming_by_spec(as_traced(jvp.jet_rule))
-public.when_imported("jax.experimental.sparse", functools.partial(other_rules.register_sparsify, MATMULS))
-public.when_imported("jax.experimental.roofline", functools.partial(other_rules.register_roofline, MATMULS))
 
 _register(
     activation_grad_p,
     abstract_eval=lambda aux, t, **_: t,
     jvp=jvp.activation_grad_jvp_rule,
-    transpose=transpose.activation_grad_transpose_rule,
+    transpose=lambda ct, aux, t, *, activation, spec: [None, primitives.activation_grad(activation, aux, ct, spec)],
     batch=batch_rules.activation_grad_batch_rule,
     lower=lambda platform: partitioner.partitioned_rule(
         rules.activation_grad_rule(platform), lambda spec: "m n, m n -> m n"
@@ -71,7 +68,7 @@ _register(
 
 _register(
     activated_matmul_p,
-    abstract_eval=primitives.activated_matmul_abstract_eval,
+    abstract_eval=lambda t, *rest, spec, activation: primitives.output_aval(spec, t, rest[-1]),
     jvp=jvp.activated_matmul_jvp_rule,
     transpose=transpose.activated_matmul_transpose_rule,
     batch=batch_rules.activated_matmul_batch_rule,

@@ -149,9 +149,9 @@ def test_permutations_are_their_own_transposes(rng):
 def test_exchanges_are_no_wider_than_they_need():
     """From contiguous halves to blocks of 2, each process keeps half of its elements and sends the other half."""
     source, target = process_grid.contiguous((16, 1), (2, 1)), BlockCyclic((2, 1), (2, 1))
-    exchange = process_grid.exchange((16, 1), 0, source, target)
-    assert exchange.send.shape == (2, 2, 4)
-    assert exchange.send[0].tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    send, _ = process_grid.exchange((16, 1), 0, source, target)
+    assert send.shape == (2, 2, 4)
+    assert send[0].tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert process_grid.exchange((16, 1), 1, source, target) is None
 
 

@@ -75,8 +75,7 @@ def of_vector(layer: Callable[..., Any], x: Any, *operands: Any, **options: Any)
     entry of `in_shardings` in `options` get an entry for the new dimension."""
     names = {"hidden_sharding", "out_sharding", "in_shardings"}.intersection(options)
     rows = layer(x[None], *operands, **options | {name: meshes.of_one_row(options[name]) for name in names})
-    row: jax.Array = rows[0]
-    return row
+    return rows[0]
 
 
 def plain_dense(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -113,8 +112,7 @@ def refuse_integers(spec: MatmulSpec) -> None:
 
 def activated_call(call: Call, f: Function, operands: Operands) -> jax.Array:
     """Computes a planned call of `operands` and returns f(d) in the type of d; `f` gets the unrounded d."""
-    result: jax.Array = compiled(jaxmp_activated, f)(call, f, operands)
-    return result
+    return compiled(jaxmp_activated, f)(call, f, operands)
 
 
 def compiled(run: Any, activation: str | Function | None) -> Any:
@@ -148,18 +146,20 @@ def preactivations(products: Products, dtype: np.dtype, operands: Operands) -> P
     return _rounded_and_wide(products, dtype, operands)
 
 
-def activate(f: Function, zs: Preactivations) -> jax.Array:
-    """Returns `f` of all products in `zs`, a result of `preactivations`, in the type of the rounded products: f takes
-    them in the accumulator's type, and its result is rounded. The derivative is taken at the rounded products; reverse
-    mode keeps them, and reruns f. Raises ValueError if the result of f has another shape."""
+def activate(f: Function | None, zs: Preactivations) -> jax.Array:
+    """Returns `f` (None: the identity) of the first product in `zs`, a result of `preactivations`, times the second if
+    there is one, in the type of the rounded products: both are taken in the accumulator's type, and the result is
+    rounded. The derivative is taken at the rounded products; reverse mode keeps them, and reruns f. Raises ValueError
+    if the result of f has another shape."""
     rounded, wide = zs
     dtype = rounded[0].dtype
 
     def apply(*zs: jax.Array) -> jax.Array:
-        d = f(*(z.astype(accumulator(dtype)) for z in zs))
-        if jnp.shape(d) != zs[0].shape:
-            raise InvalidValue(f"activation must be elementwise, but {f} makes shape {jnp.shape(d)} of {zs[0].shape}")
-        return d.astype(dtype)
+        z, *factors = (z.astype(accumulator(dtype)) for z in zs)
+        d = z if f is None else f(z)
+        if jnp.shape(d) != z.shape:
+            raise InvalidValue(f"activation must be elementwise, but {f} makes shape {jnp.shape(d)} of {z.shape}")
+        return functools.reduce(jnp.multiply, factors, d).astype(dtype)
 
     d: jax.Array = jax.checkpoint(apply)(*rounded)
     if not wide:

@@ -92,7 +92,7 @@ def to_block_cyclic(
     """Distributes a matrix block-cyclically; pure, differentiable, and the inverse of `from_block_cyclic`.
 
     Args:
-      x: (m, n), sharded in any way, of any type; or a `BlockCyclicArray`, which gets another layout on its grid.
+      x: (m, n), numbers or bools, sharded in any way; or a `BlockCyclicArray`, which gets another layout on its grid.
       layout: a `jaxmp.BlockCyclic` with the grid of the mesh axes.
       mesh: the mesh; by default x's own (if x is not traced), else the ambient one. A `BlockCyclicArray` keeps its own
         mesh and axes, and takes no others.
@@ -125,10 +125,7 @@ def to_block_cyclic(
             raise InvalidValue(f"x is on axes {x.axes} of its mesh; use from_block_cyclic to bring it to others")
         data = move(x.data, x.mesh, x.axes, Distributed(x.shape, x.layout), layout)
         return dataclasses.replace(x, data=data, layout=layout)
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        raise InvalidType(f"x must be an array, got {type(x).__name__}; convert it with jnp.asarray")
-    if len(x.shape) != 2:
-        raise InvalidValue(f"x must have 2 dimensions, got {len(x.shape)} (shape {tuple(x.shape)})")
+    operand_checks.check_array("x", x, ndim=2)
     if mesh is not None and not isinstance(mesh, Mesh):
         raise InvalidType(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     found = _find_mesh(x, mesh)
@@ -161,8 +158,7 @@ def from_block_cyclic(x: BlockCyclicArray) -> jax.Array:
     """
     if not isinstance(x, BlockCyclicArray):
         raise InvalidType(f"x must be a jaxmp.BlockCyclicArray, got {type(x).__name__}")
-    plain: jax.Array = collect(x.data, x.shape, x.mesh, x.axes, x.layout)
-    return plain
+    return collect(x.data, x.shape, x.mesh, x.axes, x.layout)
 
 
 def _find_mesh(x: Any, mesh: Mesh | None) -> Mesh:
@@ -216,8 +212,7 @@ def spread(x: jax.Array, mesh: Mesh, axes: Axes, layout: BlockCyclic) -> jax.Arr
     if any(after for _, after in padding):
         # A sharded dimension cannot grow by a number that its shards do not divide.
         x = jnp.pad(_resharded(x, mesh, P(None, None)), padding)
-    data: jax.Array = move(_resharded(x, mesh, P(*axes)), mesh, axes, Distributed(shape, plain), layout)
-    return data
+    return move(_resharded(x, mesh, P(*axes)), mesh, axes, Distributed(shape, plain), layout)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
@@ -254,11 +249,11 @@ def move(data: jax.Array, mesh: Mesh, axes: Axes, source: Distributed, target: B
         for dimension, (exchange, names) in enumerate(zip(exchanges, axes, strict=True)):
             if exchange is None:
                 continue
-            nprocs, me = len(exchange.take), lax.axis_index(names)
-            send, take = jnp.asarray(exchange.send.reshape(nprocs, -1))[me], jnp.asarray(exchange.take)[me]
-            x = jnp.take(x, send, axis=dimension, mode="fill", fill_value=0)
+            (send, take), me = exchange, lax.axis_index(names)
+            parts = jnp.asarray(send.reshape(len(send), -1))[me]
+            x = jnp.take(x, parts, axis=dimension, mode="fill", fill_value=0)
             x = collectives.all_to_all(x, names, dimension, dimension)
-            x = jnp.take(x, take, axis=dimension, mode="fill", fill_value=0)
+            x = jnp.take(x, jnp.asarray(take)[me], axis=dimension, mode="fill", fill_value=0)
         return x
 
     return jax.shard_map(exchanged, mesh=mesh, in_specs=P(*axes), out_specs=P(*axes))(data)
@@ -310,20 +305,19 @@ _OF_ARRAYS = ("determinism", "epilog_inputs", "in_shardings", "mesh", "scaling",
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _multiply(spec: MatmulSpec, mesh: Mesh, a: jax.Array, b: jax.Array, c: jax.Array | None = None) -> jax.Array:
+def _multiply(spec: MatmulSpec, mesh: Mesh, a: jax.Array, b: jax.Array, *c: jax.Array) -> jax.Array:
     """Multiplies `BlockCyclicArray.data`, in `shard_map`. If a or b is empty, returns beta * c, or zeros without c."""
     assert spec.distributions is not None
     d, tiles = spec.distributions[2], P(spec.group.row_axes, spec.group.col_axes)
     if 0 in (*a.shape, *b.shape):  # nothing to contract
-        added = empty(d.shape, d.layout, spec.out_dtype)
-        return added if c is None or spec.beta == 0 else c * jnp.asarray(spec.beta, c.dtype)
+        is_added = c and spec.beta != 0
+        return c[0] * jnp.asarray(spec.beta, c[0].dtype) if is_added else empty(d.shape, d.layout, spec.out_dtype)
 
     def multiply(a: jax.Array, b: jax.Array, *c: jax.Array) -> jax.Array:
         extra = {"c": xla_matmul.without_padding(spec, c[0])} if c else {}  # so its cotangent has no padding either
         return bind(spec.replace(is_typed=jax_compat.is_vma_checked()), a, b, extra)["d"]
 
-    operands = (a, b) if c is None else (a, b, c)
-    return jax.shard_map(multiply, mesh=mesh, in_specs=(tiles,) * len(operands), out_specs=tiles)(*operands)
+    return jax.shard_map(multiply, mesh=mesh, in_specs=tiles, out_specs=tiles)(a, b, *c)
 
 
 def _check_operands(a: Any, b: Any, c: Any) -> None:

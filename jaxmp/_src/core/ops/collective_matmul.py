@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, Protocol, Required, Unpack, cast, overload
+from typing import Any, Protocol, Unpack, cast, overload
 
 import jax
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from jaxmp._src.core.sharding.sharded_call import collective
-from jaxmp._src.core.spec.epilogs import Epilog
-from jaxmp._src.core.spec.low_precision import Scaling
 from jaxmp._src.core.spec.matmul_spec import Pattern
 from jaxmp._src.core.spec.options import AxisName
 from jaxmp._src.core.spec.refusal import InvalidValue
-from jaxmp._src.core.spec.request import AuxEpilog, PlainEpilog, Request, ShardOptions, WithResults
+from jaxmp._src.core.spec.request import OfAny, OfAux, OfPlain, Request, WithResults
 from jaxmp._src.core.validation.public import public
 
 _Pair = tuple[AxisName, AxisName]
-
-
-class _OfPlain(ShardOptions, total=False):
-    epilog: PlainEpilog
-    scaling: None
-
-
-class _OfAux(ShardOptions, total=False):
-    epilog: Required[AuxEpilog]
-    scaling: Scaling | None
-
-
-class _OfAny(ShardOptions, total=False):
-    epilog: Epilog | int
-    scaling: Scaling | None
 
 
 class OnAxis(Protocol):
@@ -42,37 +24,16 @@ class OnAxis(Protocol):
 
     @overload
     def __call__(
-        self, x: ArrayLike, w: ArrayLike, axis_name: AxisName, c: ArrayLike | None = None, **options: Unpack[_OfPlain]
+        self, x: ArrayLike, w: ArrayLike, axis_name: AxisName, c: ArrayLike | None = None, **options: Unpack[OfPlain]
     ) -> jax.Array: ...
     @overload
     def __call__(
-        self, x: ArrayLike, w: ArrayLike, axis_name: AxisName, c: ArrayLike | None = None, **options: Unpack[_OfAux]
+        self, x: ArrayLike, w: ArrayLike, axis_name: AxisName, c: ArrayLike | None = None, **options: Unpack[OfAux]
     ) -> WithResults: ...
     @overload
     def __call__(
-        self, x: ArrayLike, w: ArrayLike, axis_name: AxisName, c: ArrayLike | None = None, **options: Unpack[_OfAny]
+        self, x: ArrayLike, w: ArrayLike, axis_name: AxisName, c: ArrayLike | None = None, **options: Unpack[OfAny]
     ) -> Any: ...
-
-
-class OnGrid(Protocol):
-    """A product over two axes, as a type checker sees it."""
-
-    @overload
-    def __call__(
-        self, a: ArrayLike, b: ArrayLike, axis_names: _Pair, c: ArrayLike | None = None, **options: Unpack[_OfPlain]
-    ) -> jax.Array: ...
-    @overload
-    def __call__(
-        self, a: ArrayLike, b: ArrayLike, axis_names: _Pair, c: ArrayLike | None = None, **options: Unpack[_OfAux]
-    ) -> WithResults: ...
-    @overload
-    def __call__(
-        self, a: ArrayLike, b: ArrayLike, axis_names: _Pair, c: ArrayLike | None = None, **options: Unpack[_OfAny]
-    ) -> Any: ...
-
-
-def _on_grid(fn: Callable[..., Any]) -> OnGrid:
-    return cast(OnGrid, public(fn))
 
 
 def _on_axis(
@@ -81,16 +42,9 @@ def _on_axis(
     """Returns the public function `name` for products in `pattern`. The other arguments are parts of its docstring."""
 
     def call(
-        x: ArrayLike,
-        w: ArrayLike,
-        axis_name: AxisName,
-        c: ArrayLike | None = None,
-        *,
-        epilog: Epilog | int = Epilog.NONE,
-        scaling: Scaling | None = None,
-        **options: Unpack[ShardOptions],
+        x: ArrayLike, w: ArrayLike, axis_name: AxisName, c: ArrayLike | None = None, **options: Unpack[OfAny]
     ) -> jax.Array | WithResults:
-        return collective(Request(name, x, w, c, epilog=epilog, scaling=scaling, **options), pattern, axis_name)
+        return collective(Request(name, x, w, c, **options), pattern, axis_name)
 
     call.__name__ = call.__qualname__ = name
     text = f"""{does}
@@ -159,16 +113,21 @@ matmul_all_reduce = _on_axis(
 )
 
 
-@_on_grid
+@overload
 def block_matmul(
-    a: ArrayLike,
-    b: ArrayLike,
-    axis_names: tuple[AxisName, AxisName],
-    c: ArrayLike | None = None,
-    *,
-    epilog: Epilog | int = Epilog.NONE,
-    scaling: Scaling | None = None,
-    **options: Unpack[ShardOptions],
+    a: ArrayLike, b: ArrayLike, axis_names: _Pair, c: ArrayLike | None = None, **options: Unpack[OfPlain]
+) -> jax.Array: ...
+@overload
+def block_matmul(
+    a: ArrayLike, b: ArrayLike, axis_names: _Pair, c: ArrayLike | None = None, **options: Unpack[OfAux]
+) -> WithResults: ...
+@overload
+def block_matmul(
+    a: ArrayLike, b: ArrayLike, axis_names: _Pair, c: ArrayLike | None = None, **options: Unpack[OfAny]
+) -> Any: ...
+@public
+def block_matmul(
+    a: ArrayLike, b: ArrayLike, axis_names: _Pair, c: ArrayLike | None = None, **options: Unpack[OfAny]
 ) -> jax.Array | WithResults:
     """Multiplies matrices in 2-D blocks on a p x q mesh.
 
@@ -203,5 +162,4 @@ def block_matmul(
     """
     if not isinstance(axis_names, tuple | list | P) or len(axis_names) != 2:
         raise InvalidValue(f"axis_names must be a pair, the axis of rows and the axis of columns, got {axis_names!r}")
-    request = Request("block_matmul", a, b, c, epilog=epilog, scaling=scaling, **options)
-    return collective(request, Pattern.GRID, *axis_names)
+    return collective(Request("block_matmul", a, b, c, **options), Pattern.GRID, *axis_names)

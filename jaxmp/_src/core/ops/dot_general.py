@@ -78,8 +78,7 @@ def product(request: Request, dimension_numbers: GivenNumbers, *, is_part: bool 
     run = entry[0] if entry else _planned(request, dimension_numbers)
     if entry is not None and not entry:
         entry.append(run)
-    d: jax.Array = run(*operands.values())
-    return d
+    return run(*operands.values())
 
 
 def _planned(request: Request, dimension_numbers: GivenNumbers) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from jaxmp._src.core.sharding.meshes import partition_spec
 from jaxmp._src.core.sharding.shardings import to_dims
 from jaxmp._src.core.spec.options import Precision, Sharding
 from jaxmp._src.core.spec.refusal import InvalidOperands, InvalidType, InvalidValue, naming
-from jaxmp._src.core.spec.request import ContractionOptions, Request, ShardingPair
+from jaxmp._src.core.spec.request import ContractionOptions, Request
 from jaxmp._src.core.validation import result_types
 from jaxmp._src.core.validation.operand_checks import check_array, check_preferred
 from jaxmp._src.core.validation.public import public
@@ -81,8 +81,7 @@ def einsum(
     def jaxmp_contraction(*operands: Any) -> jax.Array:
         return contract(request, subscripts, operands, order)
 
-    result: jax.Array = eager_calls.run(entry, jaxmp_contraction, *operands)
-    return result
+    return eager_calls.run(entry, jaxmp_contraction, *operands)
 
 
 def _order(optimize: Any) -> str | bool | tuple[tuple[int, ...], ...]:
@@ -122,8 +121,7 @@ def contract(
     if len(terms) == 1 and any(map(meshes.is_partial, (meshes.type_spec(terms[0].array), out_sharding))):
         x, indices = _on_diagonals(terms[0].array, terms[0].indices)
         placed = jnp.einsum(f"{indices}->{output}", x, preferred_element_type=dtype, out_sharding=out_sharding)
-        alone: jax.Array = jax_compat.convert(placed, dtype, is_weak)
-        return alone
+        return jax_compat.convert(placed, dtype, is_weak)
     rest = _reduced(terms, output, dtype)
     if len(rest) == 1:
         alone = lax.transpose(rest[0].array, tuple(map(rest[0].indices.index, output)))
@@ -137,8 +135,7 @@ def contract(
         rest.append(_between(request, left, right, needed, output))
     left, right = rest
     d = _multiply(request, left, right, output)
-    converted: jax.Array = jax_compat.convert(d, dtype, is_weak)
-    return converted
+    return jax_compat.convert(d, dtype, is_weak)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,8 +331,7 @@ def _placed(request: Request, x: jax.Array) -> jax.Array:
         return x
     placement = meshes.place(request._replace(a=x, b=x), x.shape)
     if placement.constraint is not None:
-        constrained: jax.Array = lax.with_sharding_constraint(x, placement.constraint)
-        return constrained
+        return lax.with_sharding_constraint(x, placement.constraint)
     wanted = placement.out_sharding or NamedSharding(placement.mesh, partition_spec(placement.dims[2] or ()))
     have = partition_spec(meshes.type_dims("the operand", x))
     return meshes.reshard(x, wanted.mesh, have, wanted.spec, is_explicit=True)
@@ -365,16 +361,13 @@ def _toward(left: _Term, right: _Term, indices: str, output: str, out_sharding: 
     return partition_spec(tuple(placed))
 
 
-def _reduced_shardings(shardings: ShardingPair, terms: Sequence[_Term], reduced: Sequence[_Term]) -> ShardingPair:
+def _reduced_shardings(shardings: Any, terms: Sequence[_Term], reduced: Sequence[_Term]) -> Any:
     """Returns the shardings of the two operands `reduced`, which `_reduced` made of `terms`, from the `shardings` of
     `terms`. Returns anything but a pair unchanged, because it is refused later by name."""
     if not isinstance(shardings, tuple | list) or isinstance(shardings, P) or len(shardings) != 2:
         return shardings
-    first, second = (
-        _permuted(term.name, sharding, term.indices, kept.indices)
-        for sharding, term, kept in zip(shardings, terms, reduced, strict=True)
-    )
-    return first, second
+    pairs = zip(shardings, terms, reduced, strict=True)
+    return tuple(_permuted(term.name, sharding, term.indices, kept.indices) for sharding, term, kept in pairs)
 
 
 def _permuted(argument: str, sharding: Sharding | None, have: str, want: str) -> Sharding | None:

@@ -183,11 +183,7 @@ def _static(layers: Layers, operands: Operands) -> _Hidden:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def jaxmp_gated(hidden: _Hidden, act: Function | None, operands: Operands) -> jax.Array:
     """The hidden layer, `act(x @ w_gate + b_gate) * (x @ w_up + b_up)`."""
-
-    def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-        return (gate if act is None else act(gate)) * up
-
-    return activated.activate(gated, _preactivations(hidden, operands))
+    return activated.activate(act, _preactivations(hidden, operands))
 
 
 def _preactivations(hidden: _Hidden, operands: Operands) -> Preactivations:
@@ -202,8 +198,7 @@ def _preactivations(hidden: _Hidden, operands: Operands) -> Preactivations:
     kinds = {name: {"x": "a", "w": "b", "b": "bias"}[name[0]] for name in operands}
     entries = _entries(call)
     frame = dataclasses.replace(call.frame, entries=tuple((name, entries[kind]) for name, kind in kinds.items()))
-    zs: Preactivations = on_shards(frame, lambda shards: {"d": body(shards)}, operands, spec.source_line)["d"]
-    return zs
+    return on_shards(frame, lambda shards: {"d": body(shards)}, operands, spec.source_line)["d"]
 
 
 def _entries(call: ShardedCall) -> dict[str, Entry]:

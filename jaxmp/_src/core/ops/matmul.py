@@ -17,17 +17,16 @@ from jaxmp._src.core.ops.einsum import contract
 from jaxmp._src.core.sharding import eager_calls, meshes
 from jaxmp._src.core.sharding.sharded_call import make_call, product
 from jaxmp._src.core.spec import activations, epilogs, low_precision
-from jaxmp._src.core.spec.epilogs import Epilog
-from jaxmp._src.core.spec.low_precision import Scaling
 from jaxmp._src.core.spec.options import Activation
 from jaxmp._src.core.spec.refusal import NotAvailable
 from jaxmp._src.core.spec.request import (
-    AnyMatmulOptions,
-    AuxEpilog,
+    AnyLinear,
+    AnyMatmul,
+    AuxMatmul,
     BlockCyclicOptions,
-    LinearOptions,
     MatmulOptions,
-    PlainEpilog,
+    PlainLinear,
+    PlainMatmul,
     Request,
     WithResults,
 )
@@ -37,35 +36,11 @@ from jaxmp._src.core.validation.public import public
 
 
 @overload
-def matmul(
-    a: ArrayLike,
-    b: ArrayLike,
-    c: ArrayLike | None = None,
-    *,
-    epilog: PlainEpilog = ...,
-    scaling: None = None,
-    **options: Unpack[MatmulOptions],
-) -> jax.Array: ...
+def matmul(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Unpack[PlainMatmul]) -> jax.Array: ...
 @overload
-def matmul(
-    a: ArrayLike,
-    b: ArrayLike,
-    c: ArrayLike | None = None,
-    *,
-    epilog: AuxEpilog,
-    scaling: Scaling | None = None,
-    **options: Unpack[MatmulOptions],
-) -> WithResults: ...
+def matmul(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Unpack[AuxMatmul]) -> WithResults: ...
 @overload
-def matmul(
-    a: ArrayLike,
-    b: ArrayLike,
-    c: ArrayLike | None = None,
-    *,
-    epilog: Epilog | int = ...,
-    scaling: Scaling | None = None,
-    **options: Unpack[MatmulOptions],
-) -> Any: ...
+def matmul(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Unpack[AnyMatmul]) -> Any: ...
 @overload
 def matmul(
     a: BlockCyclicArray, b: BlockCyclicArray, c: BlockCyclicArray | None = None, **options: Unpack[BlockCyclicOptions]
@@ -75,10 +50,7 @@ def matmul(
     a: ArrayLike | BlockCyclicArray,
     b: ArrayLike | BlockCyclicArray,
     c: ArrayLike | BlockCyclicArray | None = None,
-    *,
-    epilog: Epilog | int = Epilog.NONE,
-    scaling: Scaling | None = None,
-    **options: Unpack[AnyMatmulOptions],
+    **options: Unpack[MatmulOptions],
 ) -> jax.Array | WithResults | BlockCyclicArray:
     """Distributed matrix product, `d = epilog(alpha * op(a) @ op(b) + beta * c)`.
 
@@ -126,15 +98,15 @@ def matmul(
     >>> all(jnp.array_equal(d, local) for d in (gathered, scattered, reduced, on_a_grid))
     True
     """
-    if not options and c is None and scaling is None and epilog is Epilog.NONE and eager_calls.is_simple(a, b):
-        return _of_two(a, b)  # type: ignore[no-any-return]
-    request = Request("matmul", a, b, c, epilog=epilog, scaling=scaling, **options)
+    if not options and c is None and eager_calls.is_simple(a, b):
+        return _of_two(a, b)
+    request = Request("matmul", a, b, c, **options)
     if isinstance(a, BlockCyclicArray) or isinstance(b, BlockCyclicArray):
         return block_cyclic.matmul(request)
     operands = eager_calls.operands_of(request)
     entry = eager_calls.look_up(request, operands)
     if entry:
-        return entry[0](*operands.values())  # type: ignore[no-any-return]
+        return entry[0](*operands.values())
     if getattr(a, "ndim", 2) < 2 or getattr(b, "ndim", 2) != 2:
         return _contract(request, entry)
     return product(request, entry, operands)
@@ -171,8 +143,7 @@ def _contract(request: Request, entry: eager_calls.Entry | None) -> jax.Array:
         return contract(request, f"{indices[0]},{indices[1]}->...{free}", (a, b))
 
     entry = entry if eager_calls.is_on_one_device(request, arrays) else None
-    result: jax.Array = eager_calls.run(entry, jaxmp_contraction, *arrays)
-    return result
+    return eager_calls.run(entry, jaxmp_contraction, *arrays)
 
 
 # Options that a product with a vector or a batched b does not take.
@@ -186,8 +157,7 @@ def linear(
     bias: ArrayLike | None = None,
     *,
     activation: Activation | None = None,
-    scaling: None = None,
-    **options: Unpack[LinearOptions],
+    **options: Unpack[PlainLinear],
 ) -> jax.Array: ...
 @overload
 def linear(
@@ -196,8 +166,7 @@ def linear(
     bias: ArrayLike | None = None,
     *,
     activation: Activation | None = None,
-    scaling: Scaling | None = None,
-    **options: Unpack[LinearOptions],
+    **options: Unpack[AnyLinear],
 ) -> Any: ...
 @public
 def linear(
@@ -206,8 +175,7 @@ def linear(
     bias: ArrayLike | None = None,
     *,
     activation: Activation | None = None,
-    scaling: Scaling | None = None,
-    **options: Unpack[LinearOptions],
+    **options: Unpack[AnyLinear],
 ) -> jax.Array | WithResults:
     """Computes the dense layer `act(x @ w + bias)` in one call; the epilog has the bias, and "relu" or "gelu".
 
@@ -233,12 +201,9 @@ def linear(
     Array([1., 1., 1., 1.], dtype=float32)
     """
     if getattr(x, "ndim", 0) == 1:
-        layer = functools.partial(linear, activation=activation, scaling=scaling)
-        return activated.of_vector(layer, x, w, bias, **options)
+        return activated.of_vector(functools.partial(linear, activation=activation), x, w, bias, **options)
     inputs = None if bias is None else {"bias": bias}
-    request = Request("linear", x, w, epilog_inputs=inputs, scaling=scaling, **options)
-    result: jax.Array = dense(request, activation)
-    return result
+    return dense(Request("linear", x, w, epilog_inputs=inputs, **options), activation)
 
 
 def dense(request: Request, activation: Activation | None) -> Any:

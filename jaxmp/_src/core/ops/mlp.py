@@ -142,23 +142,21 @@ class _Layer:
 
 @dataclasses.dataclass(frozen=True)
 class _Mlp:
-    """Both layers, hashable. `is_fused`: they are differentiated as a whole, not layer by layer in two `calls`."""
+    """Both layers, hashable. `activation`: "relu", "gelu" or a function. `is_fused`: they are differentiated as a
+    whole, not layer by layer in two `calls`."""
 
     first: _Layer
     second: _Layer
-    activation: str | Function
+    activation: Any
     is_fused: bool
     calls: tuple[sharded_call.Call, ...]
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _layers(mlp: _Mlp, operands: Operands) -> jax.Array:
     """Computes y on shards from x, w_in, b_in, w_out, b_out, by name; a bias may be missing."""
-    assert isinstance(mlp.activation, str)
     h = mlp.first.apply(operands["x"], operands, mlp.activation)["d"]
     return mlp.second.apply(h, operands)["d"]
-
-
-_fused_layers = jax.custom_jvp(_layers, nondiff_argnums=(0,))
 
 
 @jax_compat.as_traced
@@ -168,7 +166,6 @@ def _layers_jvp_rule(
     """Returns (y, y's tangent: the sum of a term for w_out and b_out, and of `_activated` for x, w_in and b_in). The
     `tangents` by name may be `SymbolicZero`s; if all are, y's tangent is an array of zeros."""
     operands, moved = primals[0], {k: t for k, t in tangents[0].items() if not isinstance(t, SymbolicZero)}
-    assert isinstance(mlp.activation, str)
     h, aux = mlp.first.apply(operands["x"], operands, mlp.activation, keeps_aux=True).values()
     y = mlp.second.apply(h, operands)["d"]
     weights = {name: operands[name] for name in ("x", "w_in")}
@@ -192,7 +189,7 @@ def _layers_jvp_rule(
     return y, functools.reduce(jnp.add, moving) if moving else jnp.zeros_like(y)
 
 
-_fused_layers.defjvp(_layers_jvp_rule, symbolic_zeros=True)
+_layers.defjvp(_layers_jvp_rule, symbolic_zeros=True)
 
 
 def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array, w: jax.Array) -> jax.Array:
@@ -202,7 +199,6 @@ def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array
     spec = mlp.second.spec.bilinear(is_typed=jax_compat.is_vma_checked())
     scatters, ahead, shape = spec.contraction.scatters, mlp.second.plan.dimension, list(tz.shape[:-1])
     fold = functools.partial(fold_rows, ndim=len(shape), ahead=ahead, nranks=spec.group.nranks if scatters else 1)
-    assert isinstance(mlp.activation, str)
     y = activated_matmul(spec, mlp.activation, fold(tz), fold(aux), w, tbias=tbias)
     if scatters:
         shape[ahead] //= spec.group.nranks
@@ -236,8 +232,7 @@ def _planned(layers: Layers, activation: str | Function) -> jax.Array:
     arrays = {"x": ins["a"], "w_in": ins["b"], "b_in": ins.get("bias"), "w_out": outs["b"], "b_out": outs.get("bias")}
     arrays = {name: array for name, array in arrays.items() if array is not None}
     run = activated.compiled(jaxmp_mlp, activation)
-    y: jax.Array = run(_Mlp(*both, activation, is_fused, calls), arrays)
-    return y
+    return run(_Mlp(*both, activation, is_fused, calls), arrays)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -250,9 +245,8 @@ def jaxmp_mlp(mlp: _Mlp, operands: Operands) -> jax.Array:
             h = sharded_call.jaxmp_call(first, layer)["d"]
         else:
             h = activated.activated_call(first, mlp.activation, layer)
-        y: jax.Array = sharded_call.jaxmp_call(second, mlp.second.operands(h, operands))["d"]
-        return y
-    body = functools.partial(_fused_layers, mlp)
+        return sharded_call.jaxmp_call(second, mlp.second.operands(h, operands))["d"]
+    body = functools.partial(_layers, mlp)
     if not (isinstance(first, ShardedCall) and isinstance(second, ShardedCall)):
         return body(cast_reduced(operands))
     entries: dict[str, Entry] = {}
@@ -261,5 +255,4 @@ def jaxmp_mlp(mlp: _Mlp, operands: Operands) -> jax.Array:
         entries |= {names[name]: entry for name, entry in call.frame.entries}
     del entries["hidden"]
     frame = dataclasses.replace(second.frame, entries=tuple(entries.items()))
-    y = on_shards(frame, lambda shards: {"d": body(shards)}, operands, first.spec.source_line)["d"]
-    return y
+    return on_shards(frame, lambda shards: {"d": body(shards)}, operands, first.spec.source_line)["d"]

@@ -248,8 +248,7 @@ def jaxmp_moe_mlp(first: RaggedCall, second: RaggedCall, f: Function | None, ope
     body, operands = functools.partial(_on_shards, first, local, f), ragged.checked(operands, operands["x"].shape[0])
     if second.frame is None:
         return body(operands)["d"]
-    d: jax.Array = on_shards(second.frame, body, operands, "moe_mlp")["d"]
-    return d
+    return on_shards(second.frame, body, operands, "moe_mlp")["d"]
 
 
 def _on_shards(first: RaggedCall, second: RaggedCall, f: Function | None, operands: Operands) -> Operands:
@@ -276,11 +275,7 @@ def _products(first: RaggedCall, second: RaggedCall, f: Function | None, operand
         call = dataclasses.replace(first, spec=dataclasses.replace(first.spec, out_dtype=dtype))
         return [product(call, operands["x"], name, operands) for name in names]
 
-    def act(z: jax.Array, *up: jax.Array) -> jax.Array:
-        z = z if f is None else f(z)
-        return z * up[0] if up else z
-
-    hidden = activated.activate(act, activated.preactivations(products, first.spec.out_dtype, operands))
+    hidden = activated.activate(f, activated.preactivations(products, first.spec.out_dtype, operands))
     return product(second, hidden, "down", operands)
 
 

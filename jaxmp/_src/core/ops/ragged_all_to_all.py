@@ -87,10 +87,9 @@ def ragged_all_to_all(
         shapes = ", ".join(f"{name} {jnp.shape(each)}" for name, each in sizes.items())
         raise InvalidValue(f"offsets and sizes must have one length, a multiple of the {ranks} ranks, got {shapes}")
     if jax_compat.default_platform() != "cpu":
-        moved: jax.Array = lax.ragged_all_to_all(
+        return lax.ragged_all_to_all(
             x, into, *map(jnp.asarray, sizes.values()), axis_name=axes, axis_index_groups=axis_index_groups
         )
-        return moved
     if axis_index_groups is not None:
         raise NotAvailable("axis_index_groups are not available on CPU devices; make the groups an axis of the mesh")
     if 0 in x.shape:  # nothing is sent

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from jaxmp._src.core.ops import activated
 from jaxmp._src.core.primitive.grouped import GroupedSpec
@@ -21,7 +21,7 @@ from jaxmp._src.core.spec import activations, levels, precisions
 from jaxmp._src.core.spec.activations import Function
 from jaxmp._src.core.spec.low_precision import Scaling
 from jaxmp._src.core.spec.matmul_spec import INTEGERS
-from jaxmp._src.core.spec.options import Activation, Precision
+from jaxmp._src.core.spec.options import Activation
 from jaxmp._src.core.spec.refusal import InvalidOperands, InvalidType, InvalidValue, NotAvailable
 from jaxmp._src.core.spec.request import GroupOptions, Request
 from jaxmp._src.core.validation import arguments, operand_checks, result_types
@@ -38,8 +38,6 @@ def ragged_dot(
     *,
     bias: ArrayLike | None = None,
     activation: Activation | None = None,
-    precision: Precision = None,
-    preferred_element_type: DTypeLike | None = None,
     scaling: Scaling | None = None,
     **options: Unpack[GroupOptions],
 ) -> jax.Array:
@@ -91,7 +89,7 @@ def ragged_dot(
     >>> jaxmp.ragged_dot(jnp.ones((4, 1)), w, jnp.array([1, 2])).tolist()
     [[1.0], [10.0], [10.0], [0.0]]
     """
-    request = Request("ragged_dot", x, w, precision=precision, preferred_element_type=preferred_element_type, **options)
+    request = Request("ragged_dot", x, w, **options)
     if scaling is None:
         return product(request, group_sizes, group_offset, bias, activation)
     return _scaled(request, scaling, (group_sizes, group_offset), bias, activation)
@@ -193,13 +191,11 @@ def product(
         given = shardings.with_dims(ragged.PRODUCT, placement.dims, (*shapes, (m, n)), placement.mesh.shape)
         given = dataclasses.replace(given, unreduced=placement.unreduced)
         call = ragged.planned(spec, (placement.mesh, placement.is_explicit), given, shapes)
-    run: Callable[[Operands], jax.Array] = functools.partial(jaxmp_ragged_dot, call)
-    if bias is not None or activation is not None:
-        f = activation_of(spec, activation)
-        if f is not None:
-            meshes.check_summed(placement)
-        operands |= bias_of(spec, bias, operands["b"])
-        run = functools.partial(activated.compiled(jaxmp_activated_ragged_dot, f), call, f)
+    f = activation_of(spec, activation)
+    if f is not None:
+        meshes.check_summed(placement)
+    operands |= bias_of(spec, bias, operands["b"])
+    run: Callable[[Operands], jax.Array] = functools.partial(activated.compiled(jaxmp_ragged_dot, f), call, f)
     if placement.mode == meshes.Mode.XLA:
         of_x, of_w = (meshes.type_dims(f"{{{name}}}", operands[name]) for name in "ab")
         dims = of_x, of_w, None if placement.out_sharding is None else ((), ())
@@ -209,23 +205,18 @@ def product(
     return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def jaxmp_ragged_dot(call: ragged.RaggedCall, operands: dict[str, jax.Array]) -> jax.Array:
-    return call(ragged.checked(operands, operands["a"].shape[0]))
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def jaxmp_activated_ragged_dot(
-    call: ragged.RaggedCall, f: Function | None, operands: dict[str, jax.Array]
-) -> jax.Array:
-    """Computes the product with its bias, and applies `f` (None: nothing) before the result is rounded."""
+def jaxmp_ragged_dot(call: ragged.RaggedCall, f: Function | None, operands: Operands) -> jax.Array:
+    """Computes the product with its bias, if any, and applies `f` (None: nothing) before the result is rounded."""
+    operands = ragged.checked(operands, operands["a"].shape[0])
+    if f is None and "bias" not in operands:
+        return call(operands)
 
-    def products(dtype: np.dtype, operands: dict[str, jax.Array]) -> list[jax.Array]:
+    def products(dtype: np.dtype, operands: Operands) -> list[jax.Array]:
         return [dataclasses.replace(call, spec=dataclasses.replace(call.spec, out_dtype=dtype))(operands)]
 
-    operands = ragged.checked(operands, operands["a"].shape[0])
     zs = activated.preactivations(products, call.spec.out_dtype, operands)
-    return activated.activate(f or (lambda z: z), zs)
+    return activated.activate(f, zs)
 
 
 def of_global(spec: GroupedSpec, placement: meshes.Placement) -> GroupedSpec:

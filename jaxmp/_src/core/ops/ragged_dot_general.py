@@ -11,14 +11,13 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from jaxmp._src.core.ops import dot_general, ragged_dot
 from jaxmp._src.core.primitive.grouped import GroupedSpec, grouped
 from jaxmp._src.core.sharding import meshes
 from jaxmp._src.core.sharding.ragged import bounds_of, checked
 from jaxmp._src.core.spec.matmul_spec import accumulator
-from jaxmp._src.core.spec.options import Precision
 from jaxmp._src.core.spec.refusal import InvalidOperands, NotAvailable
 from jaxmp._src.core.spec.request import GroupOptions, Request
 from jaxmp._src.core.validation import dimension_numbers
@@ -35,9 +34,6 @@ def ragged_dot_general(
     rhs: ArrayLike,
     group_sizes: ArrayLike,
     ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers,
-    *,
-    precision: Precision = None,
-    preferred_element_type: DTypeLike | None = None,
     **options: Unpack[GroupOptions],
 ) -> jax.Array:
     """Multiplies groups of rows, with the dimension numbers and the three modes of `lax.ragged_dot_general`.
@@ -67,9 +63,7 @@ def ragged_dot_general(
     >>> jaxmp.ragged_dot_general(jnp.ones((4, 1)), jnp.ones((4, 1)), jnp.array([1, 2]), numbers).tolist()
     [[[1.0]], [[2.0]]]
     """
-    request = Request(
-        "ragged_dot_general", lhs, rhs, precision=precision, preferred_element_type=preferred_element_type, **options
-    )
+    request = Request("ragged_dot_general", lhs, rhs, **options)
     given: Any = ragged_dot_dimension_numbers
     numbers = _parsed(given, lhs, rhs, group_sizes)
     if numbers.is_batch:

@@ -96,5 +96,4 @@ def _reshaped(x: jax.Array, shape: Shape, have: P, want: P) -> jax.Array:
     """Reshapes each device's shard of x to `shape` in `shard_map`. `have`, `want`: the shardings of x and of the
     result. No token moves, but the order of tokens differs from a reshape of the global array."""
     mesh = jax.typeof(x).sharding.mesh
-    d: jax.Array = jax.shard_map(lambda x: x.reshape(shape), mesh=mesh, in_specs=have, out_specs=want)(x)
-    return d
+    return jax.shard_map(lambda x: x.reshape(shape), mesh=mesh, in_specs=have, out_specs=want)(x)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from jaxmp._src.core.primitive import bias_grad
-from jaxmp._src.core.primitive.jvp import matmul_jvp_rule
+from jaxmp._src.core.primitive.jvp import matmul_jvp_rule, zero_tangent
 from jaxmp._src.core.primitive.primitives import (
     activated_matmul_parts,
     activation_grad,
@@ -63,7 +63,7 @@ def matmul_batch_rule(
         return _split_bias(args, dims, spec)
     # In the global order a batch is not folded into columns: the gradient of a would sum it inside each rank's columns.
     is_plain = spec.is_bilinear and not is_decoded and not spec.global_order
-    if is_plain and "a" not in batched and not _crosses_blocks(spec, a_is_batched=False, b_is_batched=True):
+    if is_plain and "a" not in batched and not _crosses_blocks(spec, "b"):
         b = operands["b"]
         batch, n, k = b.shape if spec.transpose_b else (b.shape[0], b.shape[2], b.shape[1])
         b = b.reshape(batch * n, k) if spec.transpose_b else jnp.swapaxes(b, 0, 1).reshape(k, batch * n)
@@ -88,13 +88,10 @@ def matmul_batch_rule(
     return results, [0] * len(results)
 
 
-def _crosses_blocks(spec: MatmulSpec, a_is_batched: bool, b_is_batched: bool) -> bool:
+def _crosses_blocks(spec: MatmulSpec, batched: str) -> bool:
     """True if a fold of the batch would move blocks to other ranks: with block-cyclic operands, and with a batched
-    operand of a grid that is stored transposed."""
-    is_grid = spec.contraction.is_grid
-    return bool(spec.distributions) or (
-        is_grid and ((a_is_batched and spec.transpose_a) or (b_is_batched and spec.transpose_b))
-    )
+    operand ("a" or "b") of a grid that is stored transposed."""
+    return bool(spec.distributions or (spec.contraction.is_grid and getattr(spec, f"transpose_{batched}")))
 
 
 def _split_bias(
@@ -145,7 +142,7 @@ def _folds_into_rows(spec: MatmulSpec, batched: set[str]) -> bool:
     if spec.scales.amax_d or spec.scales.amax_aux or spec.scales.a in low_precision.BLOCK:
         return False  # each product has one maximum, and scales of blocks may span rows
     is_fixed = all(_folds(spec, name) for name in batched - {"a"})
-    return "a" in batched and is_fixed and not _crosses_blocks(spec, a_is_batched=True, b_is_batched=False)
+    return "a" in batched and is_fixed and not _crosses_blocks(spec, "a")
 
 
 def _folds(spec: MatmulSpec, name: str) -> bool:
@@ -184,43 +181,37 @@ def may_batch(spec: MatmulSpec, *operands: jax.Array) -> bool:
 
 
 def batched_abstract_eval(*avals: Aval, spec: MatmulSpec) -> list[Aval]:
-    size = avals[0].shape[0]
-    assert all(aval.shape[0] == size for aval in avals), avals
     outputs = abstract_eval(*map(jax_compat.without_first_dimension, avals), spec=spec)
-    return [jax_compat.with_first_dimension(aval, size) for aval in outputs]
+    return [jax_compat.with_first_dimension(aval, avals[0].shape[0]) for aval in outputs]
 
 
 def batched_jvp_rule(primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec) -> tuple[Any, Any]:
-    moving = {i: t for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)}
-
     def one(primals: list[jax.Array], moving: dict[int, jax.Array]) -> tuple[Any, dict[int, jax.Array]]:
-        given = [moving.get(i, ad.Zero(jax.typeof(x).to_tangent_aval())) for i, x in enumerate(primals)]
+        given = [moving.get(i, zero_tangent(x)) for i, x in enumerate(primals)]
         outputs, moved = jvp_rule(primals, given, spec=spec)
-        return outputs, {i: t for i, t in enumerate(moved) if not isinstance(t, ad.Zero)}
+        return outputs, _nonzero(moved)
 
-    outputs, moved = jax.vmap(one)(list(primals), moving)
-    zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outputs]
-    return outputs, [moved.get(i, zero) for i, zero in enumerate(zeros)]
+    outputs, moved = jax.vmap(one)(list(primals), _nonzero(tangents))
+    return outputs, [moved.get(i, zero_tangent(x)) for i, x in enumerate(outputs)]
+
+
+def _nonzero(xs: Sequence[Any]) -> dict[int, jax.Array]:
+    """Returns the arrays in `xs` by position, without None, `ad.Zero` and `ad.UndefinedPrimal`."""
+    return {i: x for i, x in enumerate(xs) if not isinstance(x, ad.Zero | ad.UndefinedPrimal | None)}
 
 
 def batched_transpose_rule(cts: Sequence[Any], *operands: Operand, spec: MatmulSpec) -> list[jax.Array | None]:
-    linear = {
-        i: jax_compat.without_first_dimension(x.aval)
-        for i, x in enumerate(operands)
-        if isinstance(x, ad.UndefinedPrimal)
-    }
-    known = {i: x for i, x in enumerate(operands) if not isinstance(x, ad.UndefinedPrimal)}
-    given = {i: ct for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)}
+    known, given = _nonzero(operands), _nonzero(cts)
     if not given:
         return [None] * len(operands)
 
+    def of_one(kind: Any, x: Any) -> Any:
+        return kind(jax_compat.without_first_dimension(x.aval))
+
     def one(known: dict[int, jax.Array], given: dict[int, jax.Array]) -> dict[int, jax.Array]:
-        each = [known[i] if i in known else ad.UndefinedPrimal(linear[i]) for i in range(len(operands))]
-        ct = [
-            given[i] if i in given else ad.Zero(jax_compat.without_first_dimension(x.aval)) for i, x in enumerate(cts)
-        ]
-        results = transpose_rule(ct, *each, spec=spec)
-        return {i: x for i, x in enumerate(results) if x is not None and not isinstance(x, ad.Zero)}
+        each = [known[i] if i in known else of_one(ad.UndefinedPrimal, x) for i, x in enumerate(operands)]
+        ct = [given[i] if i in given else of_one(ad.Zero, x) for i, x in enumerate(cts)]
+        return _nonzero(transpose_rule(ct, *each, spec=spec))
 
     results = jax.vmap(one)(known, given)
     return [results.get(i) for i in range(len(operands))]

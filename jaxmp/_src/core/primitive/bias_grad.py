@@ -25,23 +25,15 @@ def summed(name: str) -> str:
 def bias_gradient(name: str, spec: MatmulSpec, x: jax.Array) -> jax.Array:
     """Returns the complete bias gradient `name`: sums `x`, one device's shard of `summed(name)`, in the accumulator's
     type, also over ranks, and rounds to d's type."""
-    axes = spec.contraction.sharded
+    of, product, acc = summed(name), spec.contraction, accumulator(x.dtype)
+    dimension, index = (0, "m") if of == "d" else (getattr(product, of).index("k"), "k")
     with jax.named_scope(SCOPE):
-        if name == "bgrada":
-            total = _sum(x, spec.contraction.a.index("k"), spec.conjugate_a, axes("a", "k"), spec.source_line)
-            # Every rank gets the sums of all rows of op(a), even if it holds only some of the rows.
-            rows = axes("a", "m")
-            if rows:
-                total = collectives.all_gather(total, rows, axis=0, to="invarying", source_line=spec.source_line)
-        elif name == "bgradb":
-            total = _sum(x, spec.contraction.b.index("k"), spec.conjugate_b, axes("b", "k"), spec.source_line)
-        else:
-            total = _sum(x, 0, False, axes("d", "m"), spec.source_line)
+        total = jnp.sum(x.astype(acc), dimension, dtype=acc)
+        if getattr(spec, f"conjugate_{of}", False):
+            total = lax.conj(total)
+        if axes := product.sharded(of, index):
+            total = collectives.psum(total, axes, source_line=spec.source_line)
+        # Every rank gets the sums of all rows of op(a), even if it holds only some of the rows.
+        if of == "a" and (rows := product.sharded("a", "m")):
+            total = collectives.all_gather(total, rows, axis=0, to="invarying", source_line=spec.source_line)
         return total.astype(spec.out_dtype)
-
-
-def _sum(x: jax.Array, dimension: int, is_conjugated: bool, axes: tuple[str, ...], source_line: str) -> jax.Array:
-    acc = accumulator(x.dtype)
-    total = jnp.sum(x.astype(acc), dimension, dtype=acc)
-    total = lax.conj(total) if is_conjugated else total
-    return collectives.psum(total, axes, source_line=source_line) if axes else total

@@ -145,8 +145,7 @@ def _collective(
     kind: str, x: jax.Array, axes: Dim, source_line: str, dimensions: tuple[int, ...] = (), narrow: Narrow = WIDE
 ) -> jax.Array:
     named = {"axis_name": tuple(axes), "dimensions": dimensions, "caller": source_line or "a matmul", "narrow": narrow}
-    result: jax.Array = collective_p.bind(x, kind=kind, mesh=jax_compat.mesh_axes(), **named)
-    return result
+    return collective_p.bind(x, kind=kind, mesh=jax_compat.mesh_axes(), **named)
 
 
 def unless_empty(collective: F) -> F:
@@ -179,8 +178,7 @@ def gather(x: jax.Array, axes: tuple[str, ...], axis: int, to: str = "varying") 
     """Returns the tiled `lax.all_gather` along `axis` without a barrier: along dimension 0, which XLA does fastest, and
     transposed afterwards if `axis` is another one."""
     if axis == 0:
-        gathered: jax.Array = lax.all_gather(x, axes, axis=0, tiled=True, to=to)
-        return gathered
+        return lax.all_gather(x, axes, axis=0, tiled=True, to=to)
     # XLA gathers along the slowest dimension; for a later one it would also transpose before the gather.
     stacked: jax.Array = lax.all_gather(x, axes, axis=0, to=to)
     shape = (*x.shape[:axis], stacked.shape[0] * x.shape[axis], *x.shape[axis + 1 :])
@@ -225,28 +223,24 @@ def all_to_all(
     `all_gather`."""
     if _is_ours(x):
         return _collective("all_to_all", x, axes, source_line, (split_axis, concat_axis), narrow)
-    moved: jax.Array = lax.all_to_all(x, axes, split_axis, concat_axis, tiled=True)
-    return moved
+    return lax.all_to_all(x, axes, split_axis, concat_axis, tiled=True)
 
 
 def psum(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
     """Returns `lax.psum`; in a job of several processes by `collective_p`."""
-    total: jax.Array = _collective("psum", x, axes, source_line) if native.has_barrier else lax.psum(x, axes)
-    return total
+    return _collective("psum", x, axes, source_line) if native.has_barrier else lax.psum(x, axes)
 
 
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], *, axis: int, source_line: str = "") -> jax.Array:
     """Returns a tiled `lax.psum_scatter` along `axis`, by `collective_p` if `_is_ours`. Transposes to an all-gather."""
     if _is_ours(x):
         return _collective("reduce_scatter", x, axes, source_line, (axis,))
-    part: jax.Array = lax.psum_scatter(x, axes, scatter_dimension=axis, tiled=True)
-    return part
+    return lax.psum_scatter(x, axes, scatter_dimension=axis, tiled=True)
 
 
 def pmax(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
     """Returns `lax.pmax`; in a job of several processes by `collective_p`."""
-    most: jax.Array = _collective("pmax", x, axes, source_line) if native.has_barrier else lax.pmax(x, axes)
-    return most
+    return _collective("pmax", x, axes, source_line) if native.has_barrier else lax.pmax(x, axes)
 
 
 def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") -> jax.Array:
@@ -260,8 +254,7 @@ def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") 
     # A value made during lowering has an empty mesh and is never transposed.
     if native.has_barrier and jax_compat.is_vma_checked() and not jax.typeof(x).sharding.mesh.empty:
         return _collective("vary", x, missing, source_line)
-    cast: jax.Array = lax.pcast(x, missing, to="varying")
-    return cast
+    return lax.pcast(x, missing, to="varying")
 
 
 def cast_reduced(operands: Operands, axes: Collection[str] = ()) -> Operands:
@@ -293,8 +286,7 @@ def reshard(x: jax.Array, mesh: Mesh, have: P, spec: P, *, is_explicit: bool) ->
 def place(x: jax.Array, mesh: Mesh, spec: P, *, is_explicit: bool) -> jax.Array:
     """Has XLA shard a global array as `spec`, by `reshard` on explicit axes and by a constraint on others."""
     move: Callable[..., Any] = jax.sharding.reshard if is_explicit else lax.with_sharding_constraint
-    placed: jax.Array = move(x, NamedSharding(mesh, spec))
-    return placed
+    return move(x, NamedSharding(mesh, spec))
 
 
 def _is_finer(have: P, spec: P) -> bool:

@@ -110,13 +110,12 @@ def grouped(spec: GroupedSpec, x: jax.Array, w: jax.Array, bounds: jax.Array) ->
     w = w if w.dtype == dtype or is_decoded else w.astype(dtype)
     axes = frozenset().union(*map(jax_compat.varying_axes, (x, w, bounds)))
     primitive = partitioned_grouped_p if spec.is_global else grouped_p
-    d: jax.Array = primitive.bind(*(cast_varying(y, axes) for y in (x, w, bounds)), spec=spec)
-    return d
+    return primitive.bind(*(cast_varying(y, axes) for y in (x, w, bounds)), spec=spec)
 
 
 def type_of(x: Any, w: Any) -> np.dtype:
-    """Returns the common type of x and w in their product, because one that is a cotangent may have the type of
-    sums."""
+    """Returns the common type of x and w in their product. A cotangent may have the type of sums, such as float32 with
+    16-bit operands, also if the user's promotion rules are strict."""
     if low_precision.is_mixed(x.dtype, w.dtype):
         return low_precision.operand_type(x.dtype, w.dtype)
     with jax.numpy_dtype_promotion("standard"):

@@ -70,7 +70,7 @@ def _with_tangents(
 ) -> tuple[list[jax.Array], list[Tangent]]:
     """Returns the results of the spec and their tangents; a result that is not in `moved` has a zero tangent."""
     outputs = {name: stored[name] for name in spec.output_names}
-    return list(outputs.values()), [moved.get(name, _zero_tangent(x)) for name, x in outputs.items()]
+    return list(outputs.values()), [moved.get(name, zero_tangent(x)) for name, x in outputs.items()]
 
 
 def _derivative_jvp_rule(
@@ -106,7 +106,7 @@ def _low_precision_jvp(
     scales of d's blocks count as constants. In the global order it refuses to differentiate in a scale."""
     fixed = dict(zip(spec.names, primals, strict=True))
     stored = bind_named(spec, fixed)
-    moving = {name: t for name, t in zip(spec.names, tangents, strict=True) if not isinstance(t, ad.Zero)}
+    moving = _nonzero(spec.names, tangents)
     of_scales = [name for name in SCALE_NAMES if name in moving]
     if of_scales and spec.global_order:
         scale = of_scales[0].removeprefix("scale_")
@@ -146,7 +146,12 @@ def _widened(operands: Operands, spec: MatmulSpec) -> Operands:
     return {name: x.astype(dtypes.get(name, x.dtype)) for name, x in outputs.items()}
 
 
-def _zero_tangent(x: jax.Array) -> ad.Zero:
+def _nonzero(names: Sequence[str], tangents: Sequence[Tangent]) -> Operands:
+    """Returns the tangents by name, without zeros."""
+    return {name: t for name, t in zip(names, tangents, strict=True) if not isinstance(t, ad.Zero)}
+
+
+def zero_tangent(x: jax.Array) -> ad.Zero:
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
@@ -155,25 +160,24 @@ def _preactivation_tangent(
 ) -> jax.Array | None:
     """Returns alpha*dA@B + alpha*A@dB + beta*dc + dbias without zero terms; None if all are zero. `like`: the result
     d."""
-    (a, b, *_), (ta, tb, *rest) = primals, tangents
-    textra = dict(zip(spec.operand_names, rest, strict=True))
-    product = spec if spec.is_bilinear else spec.bilinear()
+    (a, b, *_), moving = primals, _nonzero(spec.names, tangents)
+    ta, tb, tc, tbias = map(moving.get, ("a", "b", "c", "bias"))
     terms = []
-    if not isinstance(ta, ad.Zero):
+    product = spec if spec.is_bilinear else spec.bilinear()
+    if ta is not None:
         terms.append(bind(product, ta, b)["d"])
-    tc, tbias = textra.get("c"), textra.get("bias")
-    if tbias is not None and not isinstance(tbias, ad.Zero) and spec.global_order:
+    if tbias is not None and spec.global_order:
         terms.append(_bias_in_rows(spec, tbias, like))
         tbias = None
-    if not isinstance(tb, ad.Zero) and tbias is not None and not isinstance(tbias, ad.Zero):
+    if tb is not None and tbias is not None:
         # One call for both; its transpose gives both gradients.
         terms.append(bind(product.replace(epilog=Epilog.BIAS), a, tb, {"bias": tbias})["d"])
         tbias = None
-    elif not isinstance(tb, ad.Zero):
+    elif tb is not None:
         terms.append(bind(product, a, tb)["d"])
-    if tc is not None and not isinstance(tc, ad.Zero) and spec.beta != 0:
+    if tc is not None and spec.beta != 0:
         terms.append(tc if spec.beta == 1 else tc * jnp.asarray(spec.beta, tc.dtype))
-    if tbias is not None and not isinstance(tbias, ad.Zero):
+    if tbias is not None:
         # Cast before the broadcast, so that the transpose sums over rows before it sums over ranks.
         tbias = cast_varying(tbias, jax_compat.varying_axes(like))
         terms.append(lax.broadcast_in_dim(tbias, like.shape, (1,)))
@@ -199,7 +203,7 @@ def activation_grad_jvp_rule(
     terms = [] if isinstance(tt, ad.Zero) else [slope(tt)]
     if activation == "gelu" and not isinstance(taux, ad.Zero):
         terms.append((t * gelu_second_derivative(aux).astype(t.dtype)) * taux.astype(t.dtype))
-    return y, sum(terms[1:], terms[0]) if terms else _zero_tangent(y)
+    return y, sum(terms[1:], terms[0]) if terms else zero_tangent(y)
 
 
 def activated_matmul_jvp_rule(
@@ -212,11 +216,7 @@ def activated_matmul_jvp_rule(
         operands = (varied.get(i, x) for i, x in enumerate(primals))
         return activated_matmul_parts(*operands, spec=spec, activation=activation)
 
-    if not moving:
-        y = parts({})
-        return y, _zero_tangent(y)
-    y, moved = jax.jvp(parts, ({i: primals[i] for i in moving},), (moving,))
-    return y, moved
+    return jax.jvp(parts, ({i: primals[i] for i in moving},), (moving,))
 
 
 def jet_rule(

@@ -33,7 +33,7 @@ from jaxmp._src.core.primitive.grouped import GROUPED
 from jaxmp._src.core.spec import low_precision
 from jaxmp._src.core.spec.extents import AMAXES, SPANS, axes_text, check_local_shapes, extents, output_rows, result_type
 from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec
-from jaxmp._src.core.spec.refusal import InvalidValue, Refusal
+from jaxmp._src.core.spec.refusal import InvalidValue, naming
 from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering, jax_tracing
 from jaxmp._src.platform.runtime import native
 from jaxmp._src.platform.runtime.types import Aval, Operands, Shape
@@ -100,8 +100,7 @@ def bind_operands(spec: MatmulSpec, *operands: jax.Array) -> list[jax.Array]:
     primitive = partitioned_matmul_p if spec.is_unsettled and not is_of_xla else matmul_p
     if needs_devices(spec):  # before the lowering, because JAX looks for it there
         jax_lowering.require_devices([primitive])
-    outputs: list[jax.Array] = primitive.bind(*operands, spec=spec)
-    return outputs
+    return primitive.bind(*operands, spec=spec)
 
 
 def needs_devices(spec: MatmulSpec) -> bool:
@@ -227,11 +226,8 @@ def naming_by_spec(rule: Rule) -> Rule:
 
     @functools.wraps(rule)
     def named(*args: Any, spec: MatmulSpec | None, **params: Any) -> Any:
-        try:
+        with naming("matmul" if spec is None else spec.function):
             return rule(*args, spec=spec, **params)
-        except Refusal as refusal:
-            refusal.of("matmul" if spec is None else spec.function)
-            raise
 
     return named
 
@@ -261,7 +257,7 @@ def _output_varying(spec: MatmulSpec, a: Aval, b: Aval, extra: Sequence[Aval] = 
     return frozenset(product)
 
 
-def _output_aval(spec: MatmulSpec, a: Aval, b: Aval, extra: Sequence[Aval] = ()) -> Aval:
+def output_aval(spec: MatmulSpec, a: Aval, b: Aval, extra: Sequence[Aval] = ()) -> Aval:
     varying = _output_varying(spec, a, b, extra)
     found = check_local_shapes(spec, a.shape, b.shape)
     if low_precision.is_scaled(low_precision.operand_type(a.dtype, b.dtype)):
@@ -273,7 +269,7 @@ def _output_aval(spec: MatmulSpec, a: Aval, b: Aval, extra: Sequence[Aval] = ())
 def matmul_abstract_eval(a: Aval, b: Aval, *extra: Aval, spec: MatmulSpec) -> list[Aval]:
     # Scales of blocks vary like their operands.
     named = zip(spec.operand_names, extra, strict=True)
-    d = _output_aval(spec, a, b, [x for name, x in named if name not in ("scale_a", "scale_b") or x.ndim == 0])
+    d = output_aval(spec, a, b, [x for name, x in named if name not in ("scale_a", "scale_b") or x.ndim == 0])
     return [d, *[_result_aval(name, spec, a, b, d) for name in spec.output_names[1:]]]
 
 
@@ -286,10 +282,6 @@ def _result_aval(name: str, spec: MatmulSpec, a: Aval, b: Aval, d: Aval) -> Aval
     return jax_compat.with_shape(d, found.shape, found.dtype, varying)
 
 
-def activated_matmul_abstract_eval(t: Aval, *rest: Aval, spec: MatmulSpec, activation: str) -> Aval:
-    return _output_aval(spec, t, rest[-1])
-
-
 def activation_grad(activation: str, aux: jax.Array, t: jax.Array, spec: MatmulSpec | None = None) -> jax.Array:
     """Returns `t * act'(z)` from the aux result of the forward call. `spec`: the spec of that call. The library
     computes gelu's if the order of sums is fixed, otherwise XLA does."""
@@ -300,8 +292,7 @@ def activation_grad(activation: str, aux: jax.Array, t: jax.Array, spec: MatmulS
     if spec is not None and spec.fixed_reduction_order and activation == "gelu":
         group = spec.group if spec.is_unsettled else Group()
         kept = spec.plain(t.dtype, group)
-    result: jax.Array = activation_grad_p.bind(aux, t, activation=activation, spec=kept)
-    return result
+    return activation_grad_p.bind(aux, t, activation=activation, spec=kept)
 
 
 def activated_matmul(
@@ -313,8 +304,7 @@ def activated_matmul(
     axes = axes if tbias is None else axes | jax_compat.varying_axes(tbias)
     t, aux = cast_varying(t, axes), cast_varying(aux, axes)
     bias = () if tbias is None else (cast_varying(tbias, axes - summed_over(spec)),)
-    result: jax.Array = activated_matmul_p.bind(t, *bias, aux, w, spec=spec, activation=activation)
-    return result
+    return activated_matmul_p.bind(t, *bias, aux, w, spec=spec, activation=activation)
 
 
 def summed_over(spec: MatmulSpec) -> frozenset[str]:

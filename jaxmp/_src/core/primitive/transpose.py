@@ -15,15 +15,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
-from jaxmp._src.core.primitive import collectives, row_order
+from jaxmp._src.core.primitive import collectives, grouped, row_order
 from jaxmp._src.core.primitive.collectives import cast_varying
-from jaxmp._src.core.primitive.primitives import activation_grad, bind, completes_sums, summed_over
+from jaxmp._src.core.primitive.primitives import bind, completes_sums, summed_over
 from jaxmp._src.core.spec import epilogs, low_precision
 from jaxmp._src.core.spec.epilogs import Epilog
 from jaxmp._src.core.spec.extents import axes_text
@@ -35,7 +36,7 @@ from jaxmp._src.platform.runtime.types import Aval, Operand, Tangent
 
 
 def matmul_transpose_rule(
-    cts: Sequence[Tangent], a: Operand, b: Operand, *extra: Operand, spec: MatmulSpec
+    cts: Sequence[Tangent], a: Any, b: Any, *extra: Any, spec: MatmulSpec
 ) -> list[jax.Array | None]:
     """Returns the cotangents of a, b and bias: None for operands that are not linear, and for all if the cotangent of d
     is zero. `extra` is empty, or the bias of d = alpha * A@B + bias, which the JVP rule binds to differentiate b and
@@ -48,18 +49,12 @@ def matmul_transpose_rule(
     if isinstance(ct, ad.Zero):
         return [None] * (2 + len(extra))
     if isinstance(a, ad.UndefinedPrimal):
-        ct_a = cotangent_of_a(ct, a, _value(b), spec=product)
+        ct_a = cotangent_of_a(ct, a, b, spec=product)
     if isinstance(b, ad.UndefinedPrimal):
-        ct_b, ct_bias = cotangents_of_b_and_bias(ct, _value(a), b, bias, spec=product)
+        ct_b, ct_bias = cotangents_of_b_and_bias(ct, a, b, bias, spec=product)
     if bias is not None and ct_bias is None:
         ct_bias = cotangent_of_bias(ct, bias.aval, spec)
     return [ct_a, ct_b, *[ct_bias] * len(extra)]
-
-
-def _value(x: Operand) -> jax.Array:
-    """Returns `x`, which has a value, because the transposition is with respect to the other operand."""
-    assert not isinstance(x, ad.UndefinedPrimal), x
-    return x
 
 
 def cotangent_of_a(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: MatmulSpec) -> jax.Array:
@@ -171,11 +166,8 @@ def _product_and_sums(
     cannot sum it). The first is the product `call` of `left` and `right`; under check_vma it is summed over the axes
     that one of these varies over and the operand does not. `layout`: the layout of the contraction in the global array.
     Raises as `_check_ordered` in the global order."""
-    common = low_precision.operand_type(left.dtype, right.dtype)
+    common = grouped.type_of(left, right)
     if not low_precision.is_mixed(left.dtype, right.dtype):
-        # float32 cotangents of 16-bit operands, even if the user's promotion rules are strict
-        with jax.numpy_dtype_promotion("standard"):
-            common = jnp.promote_types(left.dtype, right.dtype)
         left, right = left.astype(common), right.astype(common)
     call = fit_comm_options(call.replace(out_dtype=common))
     have = jax_compat.varying_axes(left) | jax_compat.varying_axes(right) | frozenset(call.group.axes)
@@ -197,12 +189,10 @@ def _product_and_sums(
     d, *sums = bind(call, left, right).values()
     d = collectives.own_part(d, 0, scattered) if scattered else d
     d = collectives.psum(d, summed, source_line=spec.source_line) if summed else d
-    sums = (
-        []
-        if bias is None
-        else [cast_varying(x, bias.aval.manual_axis_type.varying).astype(bias.aval.dtype) for x in sums]
-    )
-    return cast_varying(d, want).astype(operand.aval.dtype), sums[0] if sums else None
+    of_bias = None
+    if bias is not None and sums:
+        of_bias = cast_varying(sums[0], bias.aval.manual_axis_type.varying).astype(bias.aval.dtype)
+    return cast_varying(d, want).astype(operand.aval.dtype), of_bias
 
 
 def _gradient_epilog(
@@ -243,20 +233,14 @@ def _check_ordered(spec: MatmulSpec, call: MatmulSpec, summed: tuple[str, ...]) 
         )
 
 
-def activation_grad_transpose_rule(
-    ct: jax.Array, aux: jax.Array, t: Operand, *, activation: str, spec: MatmulSpec | None
-) -> list[jax.Array | None]:
-    return [None, activation_grad(activation, aux, ct, spec)]
-
-
 def activated_matmul_transpose_rule(
-    ct: Tangent, t: Operand, *rest: Operand, spec: MatmulSpec, activation: str
+    ct: Tangent, t: Operand, *rest: Any, spec: MatmulSpec, activation: str
 ) -> list[jax.Array | None]:
     """Returns dt = act'(z) * (ct @ w^T), dbias = dt summed over its rows if there is a bias, and None for aux and w. An
     operand that is not linear also has None, and all operands if `ct` is zero."""
     if isinstance(ct, ad.Zero):
         return [None] * (1 + len(rest))
-    bias, aux, w = rest[:-2], _value(rest[-2]), _value(rest[-1])
+    *bias, aux, w = rest
     wants_sums = any(map(ad.is_undefined_primal, bias))
     if spec.contraction.is_reduced:
         ct = reduced_cotangent(spec, ct)

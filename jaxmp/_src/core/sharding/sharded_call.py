@@ -123,7 +123,7 @@ def product(
     spec, operands, shape = validated(of_call)
     call = make_call(spec, meshes.place(request, shape), operands)
     if entry is None or given is None:
-        return conversion.of_result(_result(jaxmp_call(call, operands)))  # type: ignore[no-any-return]
+        return conversion.of_result(_result(jaxmp_call(call, operands)))
     types = tuple((name, operands[name].dtype) for name in given)
     run = of_arrays(call, conversion, types, given.values())
     entry.append(run)
@@ -353,7 +353,7 @@ def _taking(
         for (name, dtype), x in zip(types, operands, strict=True):
             x = conversion.of(name, x)
             named[name] = x if x.dtype == dtype and name not in ("c", "bias") else x.astype(dtype)
-        return conversion.of_result(_result(run(named)))  # type: ignore[no-any-return]
+        return conversion.of_result(_result(run(named)))
 
     return jaxmp_call
 

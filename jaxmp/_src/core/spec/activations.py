@@ -37,8 +37,7 @@ def gelu(z: jax.Array) -> jax.Array:
 def _gelu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Uses `gelu_derivative`, which is 0 or 1 far out: the formula above has a NaN derivative where z^3 overflows."""
     (z,), (t,) = primals, tangents
-    slope = gelu_derivative(z)
-    return gelu(z), (t.astype(slope.dtype) * slope).astype(t.dtype)
+    return gelu(z), multiply_by_slope("gelu", z, t)
 
 
 def _constants(z: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -78,8 +77,7 @@ def _widen(z: jax.Array) -> jax.Array:
 def gelu_second_derivative(z: jax.Array) -> jax.Array:
     """Returns d^2 gelu / dz^2 at z, in float32 or wider."""
     z = _widen(z)
-    curve: jax.Array = jax.jvp(_gelu_derivative, (z,), (jnp.ones_like(z),))[1]
-    return curve
+    return jax.jvp(_gelu_derivative, (z,), (jnp.ones_like(z),))[1]
 
 
 # By name; cuBLASMp has epilogs for the first two. PyTorch and Keras call the gelu that uses erf "exact" or
@@ -93,9 +91,8 @@ FUNCTIONS: dict[str, Function] = {
     "tanh": jnp.tanh,
     "sigmoid": jax.nn.sigmoid,
 }
-FUSED = ("relu", "gelu")
-# JAX functions that are fused too.
-_FUSED_FUNCTIONS: tuple[tuple[Any, str], ...] = ((jax.nn.relu, "relu"), (jax.nn.gelu, "gelu"))
+# Those with an epilog, as functions of JAX, which are fused too.
+FUSED: dict[str, Function] = {"relu": jax.nn.relu, "gelu": jax.nn.gelu}
 
 
 def parse(activation: Any) -> str | Function | None:
@@ -110,12 +107,12 @@ def parse(activation: Any) -> str | Function | None:
         raise InvalidValue(
             f"activation must be one of {', '.join(FUNCTIONS)}, or a function of an array, got {activation!r}{hint}"
         )
-    return next((fused for f, fused in _FUSED_FUNCTIONS if f is activation), activation)
+    return next((name for name, f in FUSED.items() if f is activation), activation)
 
 
 def of_jax(found: str | Function | None) -> Any:
     """Returns `jax.nn.relu` or `jax.nn.gelu` for "relu" or "gelu"; any other result of `parse` unchanged."""
-    return next((f for f, fused in _FUSED_FUNCTIONS if fused == found), found)
+    return FUSED[found] if isinstance(found, str) else found
 
 
 def is_named(f: Function | None) -> bool:

@@ -92,33 +92,20 @@ def _extents(
     if distributions:
         a, _, whole = distributions
         return Extents(*whole.shape, a.shape[product.a.index("k")], whole.local_shape, local)
-    sizes, (rows, cols) = _factors(product, group)
-    m, k, n = (extent * size for extent, size in zip((local[0], local[1], local[3]), sizes, strict=True))
-    return Extents(m, n, k, (_scaled(local[0], rows), _scaled(local[3], cols)), local)
+    (rows, k, _, cols), size, sharded = local, group.size, product.sharded
+    m, n, k = rows * size(sharded("a", "m")), cols * size(sharded("b", "n")), k * size(sharded("a", "k"))
+    return Extents(m, n, k, (_of_output(product, group, "m", rows), _of_output(product, group, "n", cols)), local)
 
 
-# A factor: (times, over).
-_Ratio = tuple[int, int]
-
-
-@functools.lru_cache(maxsize=4096)
-def _factors(product: Contraction, group: Group) -> tuple[tuple[int, int, int], tuple[_Ratio, _Ratio]]:
-    """Returns ((how many ranks' shards make up m, k and n of the group), (the ratio of the rows of a rank's d to the
-    rows of its op(A), the ratio of the columns of a rank's d to the columns of its op(B))). Ratios are (numerator,
-    denominator)."""
-    size, sharded = group.size, product.sharded
-    sizes = size(sharded("a", "m")), size(sharded("a", "k")), size(sharded("b", "n"))
-    rows, cols = ((size(sharded(which, i)), size(sharded("d", i))) for which, i in (("a", "m"), ("b", "n")))
-    return sizes, (rows, cols)
-
-
-def _scaled(extent: int, ratio: _Ratio) -> int:
-    return extent if ratio[0] == ratio[1] else extent * ratio[0] // ratio[1]
+def _of_output(product: Contraction, group: Group, index: str, extent: int) -> int:
+    """Returns the extent along "m" or "n" of a rank's d, if the operand that has this index has `extent` there."""
+    of_operand, of_d = (group.size(product.sharded(x, index)) for x in ("a" if index == "m" else "b", "d"))
+    return extent if of_operand == of_d else extent * of_operand // of_d
 
 
 def output_rows(spec: MatmulSpec, rows: int) -> int:
     """Returns the number of rows of D that each rank holds if its op(A) has `rows` rows."""
-    return _scaled(rows, _factors(spec.contraction, spec.group)[1][0])
+    return _of_output(spec.contraction, spec.group, "m", rows)
 
 
 AMAXES = ("amax_d", "gelu_aux_amax")
@@ -173,13 +160,21 @@ def check_local_shapes(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, *, take
     rows, k_a, k_b, cols = found.local
     if spec.contraction.is_grid:
         nrow, ncol = spec.group.shape
-        _check_grid(spec, rows, cols, nrow, ncol)
+        for what, extent, parts, is_moved in (
+            ("rows", rows * ncol, nrow, spec.transpose_a),
+            ("columns", cols * nrow, ncol, spec.transpose_b),
+        ):
+            if is_moved and extent % parts:
+                raise InvalidValue(
+                    f"the result has {extent} {what}, which the {nrow}x{ncol} grid splits into {parts} parts; "
+                    f"pad them to a multiple of {parts}"
+                )
         k_a *= nrow if spec.transpose_a else ncol
         k_b *= ncol if spec.transpose_b else nrow
     if k_a != k_b:
         where = f"shapes {tuple(a_shape)}, {tuple(b_shape)}" + (" per device" if spec.group.nranks > 1 else "")
-        hint = _transpose_hint(spec, a_shape, b_shape) if takes_transposed else _as_stored_hint(k_a, b_shape)
-        raise InvalidOperands(f"{{b}} has k={k_b} but {{a}} has k={k_a} ({where}); {hint}")
+        remedy = _remedy(spec, a_shape, b_shape, takes_transposed)
+        raise InvalidOperands(f"{{b}} has k={k_b} but {{a}} has k={k_a} ({where}); {remedy}")
     p = spec.group.nranks
     if spec.contraction.scatters and rows % p:
         raise InvalidValue(
@@ -190,32 +185,16 @@ def check_local_shapes(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, *, take
     return found
 
 
-def _check_grid(spec: MatmulSpec, rows: int, cols: int, nrow: int, ncol: int) -> None:
-    """Raises ValueError if a is transposed and `nrow` does not divide the `rows` * `ncol` rows of d, or b is transposed
-    and `ncol` does not divide the `cols` * `nrow` columns of d. `rows`, `cols`: of a rank's op(A) and op(B)."""
-    for what, extent, parts, is_moved in (
-        ("rows", rows * ncol, nrow, spec.transpose_a),
-        ("columns", cols * nrow, ncol, spec.transpose_b),
-    ):
-        if is_moved and extent % parts:
-            raise InvalidValue(
-                f"the result has {extent} {what}, which the {nrow}x{ncol} grid splits into {parts} parts; "
-                f"pad them to a multiple of {parts}"
-            )
-
-
-def _as_stored_hint(k: int, b_shape: Shape) -> str:
-    return "pass {b}.T if it is stored (n, k)" if b_shape[-1] == k else "the contracted extents must be equal"
-
-
-def _transpose_hint(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> str:
-    """Returns the advice for operands with different k: the transposition flag to change if one may make k equal, else
+def _remedy(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, takes_transposed: bool) -> str:
+    """Returns the advice for operands with different k: the transposition that may make k equal, if there is one, else
     a text that says only that k must be equal."""
     k = extents(spec, a_shape, b_shape).local[1]
     if b_shape[-1] == k and not spec.transpose_b:
-        return "pass transpose_b=True if {b} is stored (n, k)"
+        return (
+            "pass transpose_b=True if {b} is stored (n, k)" if takes_transposed else "pass {b}.T if it is stored (n, k)"
+        )
     if spec.transpose_b and b_shape[0] == k:
         return "pass transpose_b=False if {b} is stored (k, n)"
-    if not spec.transpose_a and a_shape[0] in b_shape:
+    if takes_transposed and not spec.transpose_a and a_shape[0] in b_shape:
         return "pass transpose_a=True if {a} is stored (k, m)"
     return "the contracted extents must be equal"

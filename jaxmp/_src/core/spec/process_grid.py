@@ -17,29 +17,6 @@ def round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def numroc(n: int, nb: int, iproc: int, isrc: int, nprocs: int) -> int:
-    """Returns how many of n rows or columns process `iproc` holds (ScaLAPACK's NUMROC).
-
-    Worked example: n=10 in blocks of nb=3 over nprocs=2 from isrc=0 are blocks of 3, 3, 3, 1;
-    process 0 holds the first and third (6), process 1 the second and fourth (4).
-    """
-    distance = (nprocs + iproc - isrc) % nprocs
-    full_blocks = n // nb
-    local = (full_blocks // nprocs) * nb
-    extra = full_blocks % nprocs
-    if distance < extra:
-        return local + nb
-    if distance == extra:
-        return local + n % nb
-    return local
-
-
-def local_to_global(i: int, nb: int, iproc: int, isrc: int, nprocs: int) -> int:
-    """Returns the global index of local index `i` (0-based) of process `iproc`, in blocks of nb from process isrc."""
-    distance = (nprocs + iproc - isrc) % nprocs
-    return ((i // nb) * nprocs + distance) * nb + i % nb
-
-
 def relu_aux_bytes(n: int) -> int:
     """Bytes of packed relu mask per row of D: one bit per column, padded."""
     return round_up(n, RELU_AUX_BITS) // 8
@@ -98,21 +75,23 @@ class BlockCyclic:
             raise ValueError(f"BlockCyclic: first={self.first} must be a process of the grid {self.grid}")
 
     def local_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Returns the shape of the largest part of a matrix of `shape` that a process holds."""
+        """Returns the shape of the largest part of a matrix of `shape` that a process holds: the first process's."""
         rows, cols = (
-            numroc(n, nb, source, source, nprocs)  # the first process holds the most
-            for n, nb, source, nprocs in zip(shape, self.block, self.first, self.grid, strict=True)
+            n // (nb * nprocs) * nb + min(n % (nb * nprocs), nb)
+            for n, nb, nprocs in zip(shape, self.block, self.grid, strict=True)
         )
         return rows, cols
 
     def indices(self, shape: tuple[int, int], dimension: int) -> np.ndarray:
         """Returns (processes along `dimension`, `local_shape(shape)[dimension]`) int32: the global index of each local
         row or column. Padding has the index `shape[dimension]`."""
-        extent, block = shape[dimension], self.block[dimension]
-        nprocs, source = self.grid[dimension], self.first[dimension]
-        local = range(self.local_shape(shape)[dimension])
-        found = [[local_to_global(i, block, iproc, source, nprocs) for i in local] for iproc in range(nprocs)]
-        return np.minimum(np.array(found, np.int32).reshape(nprocs, len(local)), extent)
+        extent, nprocs = shape[dimension], self.grid[dimension]
+        found = np.full((nprocs, self.local_shape(shape)[dimension]), extent, np.int32)
+        owner = (np.arange(extent) // self.block[dimension] + self.first[dimension]) % nprocs
+        for process in range(nprocs):
+            held = np.flatnonzero(owner == process)
+            found[process, : len(held)] = held
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,32 +117,24 @@ def contiguous(shape: tuple[int, int], grid: tuple[int, int]) -> BlockCyclic:
     return BlockCyclic(grid, (rows, cols))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Exchange:
-    """One dimension of a redistribution, as an all-to-all of equal parts.
+@functools.lru_cache(maxsize=256)
+def exchange(
+    shape: tuple[int, int], dimension: int, source: BlockCyclic, target: BlockCyclic
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Returns (send, take) of the all-to-all of equal parts from layout `source` to `target` along `dimension`, over
+    the grid's processes of that dimension; None if both layouts give every process the same indices in the same order.
 
     `send[s, t]`: the local indices, in process s, of what s sends to t, padded with the number of its local indices.
     `take[t]`: for each local index of process t, its position in the parts that t receives, concatenated by sender;
     padding is the length of the concatenation."""
-
-    send: np.ndarray
-    take: np.ndarray
-
-
-@functools.lru_cache(maxsize=256)
-def exchange(shape: tuple[int, int], dimension: int, source: BlockCyclic, target: BlockCyclic) -> Exchange | None:
-    """Returns the all-to-all from layout `source` to `target` along `dimension`, over the grid's processes of that
-    dimension; None if both layouts give every process the same indices in the same order."""
     have, want = source.indices(shape, dimension), target.indices(shape, dimension)
     if np.array_equal(have, want):
         return None
     extent, nprocs = shape[dimension], len(have)
     owner, local = np.empty((2, extent), np.int64)
-    for process, indices in enumerate(have):
-        held = indices[indices < extent]
-        owner[held], local[held] = process, np.arange(len(held))
-    parts = [[indices[(indices < extent)] for indices in want] for _ in range(nprocs)]
-    parts = [[part[owner[part] == s] for part in row] for s, row in enumerate(parts)]
+    owner[have[have < extent]], local[have[have < extent]] = np.nonzero(have < extent)
+    held = [indices[indices < extent] for indices in want]
+    parts = [[indices[owner[indices] == s] for indices in held] for s in range(nprocs)]
     width = max(len(part) for row in parts for part in row)
     send = np.full((nprocs, nprocs, width), have.shape[1], np.int32)
     position = np.full((nprocs, extent + 1), nprocs * width, np.int32)
@@ -171,4 +142,4 @@ def exchange(shape: tuple[int, int], dimension: int, source: BlockCyclic, target
         for t, part in enumerate(row):
             send[s, t, : len(part)] = local[part]
             position[t, part] = s * width + np.arange(len(part))
-    return Exchange(send, np.take_along_axis(position, want, axis=1))
+    return send, np.take_along_axis(position, want, axis=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, Required, TypedDict
 
 import jax
 from jax.typing import ArrayLike, DTypeLike
@@ -114,18 +114,47 @@ class _Placed(TypedDict, total=False):
     mesh: Mesh | None
 
 
-class ShardOptions(_Product, total=False):
-    """Options of the products inside shard_map, except options that decide what they return."""
+class _WithC(_Product, total=False):
+    """Options of products with C and an epilog, except options that decide what they return."""
 
     beta: Scalar | None
     epilog_inputs: Mapping[str, ArrayLike] | None
 
 
-class MatmulOptions(ShardOptions, _Placed, total=False):
-    """Options of `matmul`, except options that decide what it returns."""
+class OfPlain(_WithC, total=False):
+    """Options with which a product inside shard_map returns d alone."""
+
+    epilog: PlainEpilog
+    scaling: None
 
 
-class AnyMatmulOptions(ShardOptions, total=False):
+class OfAux(_WithC, total=False):
+    """Options with which a product inside shard_map returns further results too."""
+
+    epilog: Required[AuxEpilog]
+    scaling: Scaling | None
+
+
+class OfAny(_WithC, total=False):
+    """Options of the products inside shard_map."""
+
+    epilog: Epilog | int
+    scaling: Scaling | None
+
+
+class PlainMatmul(OfPlain, _Placed, total=False):
+    """Options with which `matmul` returns d alone."""
+
+
+class AuxMatmul(OfAux, _Placed, total=False):
+    """Options with which `matmul` returns further results too."""
+
+
+class AnyMatmul(OfAny, _Placed, total=False):
+    """Options of `matmul`."""
+
+
+class MatmulOptions(OfAny, total=False):
     """Options of `matmul`, of arrays and of block-cyclic ones."""
 
     out_sharding: Sharding | BlockCyclic | None
@@ -133,8 +162,16 @@ class AnyMatmulOptions(ShardOptions, total=False):
     mesh: Mesh | None
 
 
-class LinearOptions(_Product, _Placed, total=False):
-    """Options of `linear`, except options that decide what it returns."""
+class PlainLinear(_Product, _Placed, total=False):
+    """Options with which `linear` returns y alone."""
+
+    scaling: None
+
+
+class AnyLinear(_Product, _Placed, total=False):
+    """Options of `linear`."""
+
+    scaling: Scaling | None
 
 
 class ContractionOptions(_Placed, total=False):
@@ -147,6 +184,8 @@ class ContractionOptions(_Placed, total=False):
 class GroupOptions(_Placed, total=False):
     """Options of `ragged_dot` and `ragged_dot_general`."""
 
+    precision: Precision
+    preferred_element_type: DTypeLike | None
     implementation: GroupedImplementation | None
     determinism: Determinism
 

@@ -60,9 +60,8 @@ def check_epilog(
             "Convert an operand, for example with .astype(jnp.float32)"
         )
     _check_summed_operand(spec, epilog, request.a.ndim)
-    checks = {"bias": _check_bias, "relu_aux": _check_relu_aux_input, "gelu_aux": _check_gelu_aux_input}
     dtypes = {"bias": bias_dtype}
-    inputs = {key: checks[key](given[key], dtypes.get(key, out), tuple(shape)) for key in row.inputs}
+    inputs = {key: _checked_input(key, given[key], dtypes.get(key, out), tuple(shape)) for key in row.inputs}
     return {"epilog": epilog, "asks_all_reduce": bool(number & Epilog.ALLREDUCE)}, inputs
 
 
@@ -89,32 +88,35 @@ def _check_summed_operand(spec: MatmulSpec, epilog: Epilog, ndim_a: int) -> None
         )
 
 
-def _check_bias(bias: Any, out_dtype: np.dtype, shape: Shape) -> Any:
-    """Returns the bias in `out_dtype`. Raises ValueError unless it has the shape (columns of d,), and as `check_array`
-    and `check_widens`."""
-    argument = "{bias}"
-    check_array(argument, bias, ndim=1)
-    if bias.shape[0] != shape[-1]:
-        raise InvalidValue(
-            f"{argument} must have shape ({shape[-1]},), one value per column of the result, got {tuple(bias.shape)}"
-        )
-    check_widens(argument, bias, out_dtype)
-    return bias.astype(out_dtype)
-
-
-def _check_relu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
-    """Returns `aux`. Raises TypeError unless it is uint8, and ValueError unless it has the rows of d, of any number of
-    bytes."""
-    if getattr(aux, "dtype", None) != np.uint8:
-        raise InvalidType(
-            f"relu_aux must be the uint8 array that a RELU_AUX epilog returned, got "
-            f"{getattr(aux, 'dtype', type(aux).__name__)}"
-        )
-    if aux.ndim != len(shape) or tuple(aux.shape[:-1]) != shape[:-1]:
-        raise InvalidValue(
-            f"relu_aux must have the rows of the result, shape {(*shape[:-1], '...')}, got {tuple(aux.shape)}"
-        )
-    return aux
+def _checked_input(name: str, x: Any, dtype: np.dtype, shape: Shape) -> Any:
+    """Returns an input of an epilog; a bias in `dtype`. `shape`: of d. Raises ValueError for another shape than
+    (columns of d,) of a bias, that of d of a gelu_aux, or (rows of d..., any) of a relu_aux. Raises TypeError for a
+    type other than `dtype` of a gelu_aux or uint8 of a relu_aux, and for a bias as `check_widens`."""
+    if name == "relu_aux":
+        if getattr(x, "dtype", None) != np.uint8:
+            raise InvalidType(
+                f"relu_aux must be the uint8 array that a RELU_AUX epilog returned, got "
+                f"{getattr(x, 'dtype', type(x).__name__)}"
+            )
+        if x.ndim != len(shape) or tuple(x.shape[:-1]) != shape[:-1]:
+            raise InvalidValue(
+                f"relu_aux must have the rows of the result, shape {(*shape[:-1], '...')}, got {tuple(x.shape)}"
+            )
+        return x
+    if name == "bias":
+        check_array("{bias}", x, ndim=1)
+        if x.shape[0] != shape[-1]:
+            raise InvalidValue(
+                f"{{bias}} must have shape ({shape[-1]},), one value per column of the result, got {tuple(x.shape)}"
+            )
+        check_widens("{bias}", x, dtype)
+        return x.astype(dtype)
+    check_array("gelu_aux", x)
+    if tuple(x.shape) != shape:
+        raise InvalidValue(f"gelu_aux must have the result's shape {shape}, got {tuple(x.shape)}")
+    if np.dtype(x.dtype) != dtype:
+        raise InvalidType(f"gelu_aux must have the result's dtype {dtype.name}, got {x.dtype}")
+    return x
 
 
 def check_relu_aux(operands: dict[str, Any], columns: int, per_shard: int) -> None:
@@ -129,17 +131,6 @@ def check_relu_aux(operands: dict[str, Any], columns: int, per_shard: int) -> No
             f"relu_aux must have {width} bytes a row, a bit for each of the result's {columns} columns, "
             f"padded to 16 bytes in each of their {shards} shards, got shape {tuple(aux.shape)}"
         )
-
-
-def _check_gelu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
-    """Returns `aux`. Raises ValueError unless it has the shape of d, TypeError unless it has the dtype of d, and as
-    `check_array`."""
-    check_array("gelu_aux", aux)
-    if tuple(aux.shape) != shape:
-        raise InvalidValue(f"gelu_aux must have the result's shape {shape}, got {tuple(aux.shape)}")
-    if np.dtype(aux.dtype) != np.dtype(out_dtype):
-        raise InvalidType(f"gelu_aux must have the result's dtype {np.dtype(out_dtype).name}, got {aux.dtype}")
-    return aux
 
 
 def check_all_reduce(spec: MatmulSpec) -> MatmulSpec:

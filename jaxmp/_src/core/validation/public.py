@@ -6,7 +6,6 @@ import difflib
 import functools
 import inspect
 import math
-import sys
 import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, cast
@@ -37,7 +36,7 @@ def public(fn: F) -> F:
     Arguments with `__jax_array__` become arrays. TypeErrors of unknown or too many arguments have a remedy. Refusals
     get the names of function and operands, and JAX's error about incompatible devices the operands and devices.
     Tracebacks hide jaxmp's frames. `**options: Unpack[...]` is replaced in the signature by keywords of `Request`, one
-    by one. A call first registers rules that `when_imported` was given."""
+    by one."""
     signature = _signature(fn)
     parameters = signature.parameters
     operands = dict(zip("ab", parameters, strict=False))
@@ -47,7 +46,6 @@ def public(fn: F) -> F:
 
     @functools.wraps(fn)
     def called(*args: Any, **kwargs: Any) -> Any:
-        register_imported()
         if len(args) > most:
             raise TypeError(_too_many(fn.__name__, list(parameters), int(most)))
         args = tuple([x if type(x) is ArrayImpl else as_array(x) for x in args])  # at each eager call
@@ -88,22 +86,6 @@ def as_array(x: Any) -> Any:
         return x if all(found[name] is x[name] for name in found) else found
     array = getattr(x, "__jax_array__", None)
     return x if array is None else array()
-
-
-_AT_IMPORT: dict[str, Callable[[], None]] = {}
-
-
-def when_imported(module: str, register: Callable[[], None]) -> None:
-    """Makes the first call after `module` is imported run `register`, which adds rules of a transformation."""
-    _AT_IMPORT[module] = register
-
-
-def register_imported() -> None:
-    """Registers the rules of transformations that the user has imported by now."""
-    if sys.modules.keys().isdisjoint(_AT_IMPORT):  # at each eager call
-        return
-    for module in [name for name in _AT_IMPORT if name in sys.modules]:
-        _AT_IMPORT.pop(module)()
 
 
 def _signature(fn: Callable[..., Any]) -> inspect.Signature:

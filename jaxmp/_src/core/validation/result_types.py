@@ -268,8 +268,7 @@ def _of_lax(a: np.dtype, b: np.dtype, preferred: np.dtype | None, precision: lax
     numbers = [jax.core.ShapedArray((), dtype) for dtype in (a, b)]
     params = {"precision": precision, "preferred_element_type": preferred, "out_sharding": None}
     product, _ = lax.dot_general_p.abstract_eval(*numbers, dimension_numbers=(((), ()), ((), ())), **params)
-    dtype: np.dtype = product.dtype
-    return dtype
+    return product.dtype
 
 
 # Types of float8 that XLA multiplies with each other as they are.

@@ -103,7 +103,7 @@ def resolve_scales(
     }
     _check_int8(scaling) if is_int8 else _check_modes(modes, out)
     of_aux = {"aux_dtype": scaling.aux_dtype, "aux": scaling.aux, "aux_amax": aux_amax}
-    aux = _resolve_aux(spec.epilog.name, (a.dtype, b.dtype, out), spec.c_dtype, modes["a"], of_aux)
+    aux = _resolve_aux(spec, a.dtype, b.dtype, modes["a"], of_aux)
     is_blocked = modes["a"] in (VEC16, VEC32)
     if amax and (out.name not in FLOAT8 or is_blocked):
         raise NotAvailable(
@@ -164,37 +164,32 @@ def _check_modes(modes: dict[str, str], out: np.dtype) -> None:
         )
 
 
-def _resolve_aux(
-    epilog_name: str,
-    dtypes: tuple[np.dtype, np.dtype, np.dtype],
-    c: np.dtype | None,
-    scale_a: str,
-    given: dict[str, Any],
-) -> np.dtype | None:
+def _resolve_aux(spec: MatmulSpec, a: np.dtype, b: np.dtype, scale_a: str, given: dict[str, Any]) -> np.dtype | None:
     """Returns the type of gelu_aux, or None if the epilog has none.
 
-    It is the type of d, but for a float8 d the type `c` of c (float16 without c), as in nvmath-python. The user may ask
+    It is the type of d, but for a float8 d the type of c (float16 without c), as in nvmath-python. The user may ask
     for float8_e4m3fn, also with a scale and an amax, where cuBLAS supports that (its documentation,
     cublasLtMatmulDescAttributes_t); NotImplementedError for other types. Raises ValueError for options of an aux if
-    there is none, or for its scale and amax if it is not float8. `dtypes`: of a, b, d. `scale_a`: the mode
-    of a's scale. `given`: the options "aux_dtype", "aux" (the scale) and "aux_amax"."""
+    there is none, or for its scale and amax if it is not float8. `a`, `b`: the types of the operands. `scale_a`: the
+    mode of a's scale. `given`: the options "aux_dtype", "aux" (the scale) and "aux_amax"."""
     said = [argument for argument, value in given.items() if value is not None and value is not False]
-    if epilog_name not in _GELU_AUX:
+    epilog, out = spec.epilog.name, spec.out_dtype
+    if epilog not in _GELU_AUX:
         if said:
             raise InvalidValue(
-                f"scaling.{said[0]} applies to gelu_aux, but epilog {epilog_name} has none; drop it, or use "
+                f"scaling.{said[0]} applies to gelu_aux, but epilog {epilog} has none; drop it, or use "
                 f"{' or '.join(_GELU_AUX)}"
             )
         return None
-    a, b, out = (np.dtype(dtype).name for dtype in dtypes)
-    default = np.dtype(c) if out in FLOAT8 else np.dtype(out)
+    c = np.dtype(spec.c_dtype)
+    default = c if out.name in FLOAT8 else out
     asked = default if given["aux_dtype"] is None else check_dtype("scaling.aux_dtype", given["aux_dtype"])
-    is_e4m3 = {a, b, out} == {"float8_e4m3fn"} and np.dtype(c) == np.float16 and scale_a in (NONE, SCALAR)
-    allowed = (default.name, "float8_e4m3fn") if is_e4m3 and epilog_name == "GELU_AUX" else (default.name,)
+    is_e4m3 = {a.name, b.name, out.name} == {"float8_e4m3fn"} and c == np.float16 and scale_a in (NONE, SCALAR)
+    allowed = (default.name, "float8_e4m3fn") if is_e4m3 and epilog == "GELU_AUX" else (default.name,)
     if asked.name not in allowed:
         raise NotAvailable(
-            f"scaling.aux_dtype {asked.name} is not available for epilog {epilog_name} with {a} and {b} "
-            f"operands, c of {np.dtype(c).name} and a result of {out}; available: {', '.join(allowed)} "
+            f"scaling.aux_dtype {asked.name} is not available for epilog {epilog} with {a} and {b} "
+            f"operands, c of {c} and a result of {out}; available: {', '.join(allowed)} "
             "(float8_e4m3fn goes with GELU_AUX, operands and a result of float8_e4m3fn, tensor-wide scales, and "
             "c of float16 or none)"
         )

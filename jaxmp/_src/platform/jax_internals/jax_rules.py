@@ -74,17 +74,6 @@ def _is_traced_by_jaxmp(traceback: Any) -> bool:
     return next((file for file in files if not file.startswith(own)), "").startswith(jax_compat.PACKAGE)
 
 
-# Sums over mesh axes, for types without and with varying axes.
-PSUMS = (_parallel.psum_p, _parallel.psum_invariant_p)
-
-
-def jaxpr_on_axes(fn: Callable[..., Any], operands: Iterable[Any], axes: Iterable[tuple[str, int]]) -> Any:
-    """Returns the jaxpr of a function of shards like `operands`, on axes with these sizes, without dead code."""
-    with jax_compat.off_explicit_mesh(), _core.extend_axis_env_nd(axes):
-        jaxpr: Any = jax.make_jaxpr(fn)(*operands)
-    return jax_compat.without_dead_code(getattr(jaxpr, "jaxpr", jaxpr))
-
-
 def register_saved(primitives: Iterable[Primitive], ask: Callable[..., Any]) -> None:
     """Makes `jax.checkpoint` call `ask(policy, primitive, *types, **params)` instead of its policy. Without a policy
     `ask` is not called, and nothing is saved. Under jax_remat3, which has rules by primitive, `ask` is called only for
