@@ -190,35 +190,6 @@ def test_values_of_pairs(standard_promotion):
         np.testing.assert_array_equal(g, w, err_msg=str(case))
 
 
-# Types that JAX multiplies, but no kernel does.
-NARROW = ("int4", "uint4", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz")
-PAIRS = [("int8", "bool"), ("bool", "int8"), ("uint4", "bool"), ("float8_e3m4", "int32")]
-PAIRS += [(name, name) for name in (*NARROW, "float8_e8m0fnu")]
-
-
-def test_products_of_narrow_types_are_those_of_jax(rng, standard_promotion):
-    operands = [
-        (jnp.asarray(rng.integers(0, 8, (8, 16))).astype(dtype), jnp.asarray(rng.integers(0, 3, (16, 8))).astype(other))
-        for dtype, other in PAIRS
-    ]
-
-    def run(module, operands):
-        linear = jaxmp.linear if module is jaxmp else lambda a, b, bias: jnp.matmul(a, b) + bias[None]
-        biases = [jnp.ones(8, jnp.matmul(a, b).dtype) for a, b in operands]
-        return [
-            (module.matmul(a, b), module.einsum("ij,jk->ki", a, b), module.matmul(a[0], b), linear(a, b, bias))
-            for (a, b), bias in zip(operands, biases, strict=True)
-        ]
-
-    results = (jax.jit(functools.partial(run, module))(operands) for module in (jaxmp, jnp))
-    for pair, *both in zip(PAIRS, *results, strict=True):
-        for got, want in zip(*both, strict=True):
-            assert got.dtype == want.dtype, pair
-            step = 0.25 if jnp.issubdtype(want.dtype, jnp.floating) else 0  # JAX may round more than once
-            got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
-            np.testing.assert_allclose(got, want, rtol=step, err_msg=str(pair))
-
-
 @pytest.mark.parametrize("activation", [None, "relu"])
 def test_biases_of_integers_are_added_as_jax_adds_them(activation, rng, standard_promotion):
     """Sums of int8 wrap around before the activation; a bias that the result does not hold is not truncated."""

@@ -3,7 +3,6 @@ are generated: all shardings of each operand, and all that may be asked of the r
 values and cotangents. Operands are small integers, so results are bitwise equal."""
 
 import functools
-import itertools
 import math
 import random
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from ragged import integers, shardings
 
 import jaxmp
 from jaxmp._src.core.sharding import meshes
@@ -32,15 +32,6 @@ def make_mesh(name, kind=AxisType.Explicit):
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=devices)
 
 
-def shardings(ndim, axes):
-    """Returns all shardings of an array; several axes of one dimension are in the mesh's order."""
-    found = []
-    for where in itertools.product(range(-1, ndim), repeat=len(axes)):
-        dims = (tuple(axis for axis, at in zip(axes, where, strict=True) if at == i) for i in range(ndim))
-        found.append(P(*(dim[0] if len(dim) == 1 else dim or None for dim in dims)))
-    return found
-
-
 def triples(mesh, subscripts, count):
     """Returns (sharding of each operand..., of the result or None) of a product: all of them, or `count` at random."""
     inputs, output = subscripts.split("->")
@@ -57,10 +48,6 @@ def product(library, subscripts):
     if subscripts in ("mk,kn->mn", "smk,kn->smn"):
         return lambda a, b, out: library.matmul(a, b, out_sharding=out)
     return lambda a, b, out: library.einsum(subscripts, a, b, out_sharding=out)
-
-
-def integers(shape, seed):
-    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
 
 
 def operands(subscripts, extents):
@@ -114,7 +101,7 @@ def test_moves_between_all_shardings_on_axes_of_unequal_sizes():
     """XLA aborts if some of these moves are done in one step."""
     mesh = jax.make_mesh((2, 3), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:6])
     every = [*shardings(2, ("x", "y")), P(("y", "x"), None), P(None, ("y", "x"))]
-    x = integers((12, 12), 0)
+    x = np.asarray(integers((12, 12)))
     with jax.set_mesh(mesh):
         for have in every:
             move = functools.partial(meshes.reshard, mesh=mesh, have=have, is_explicit=True)

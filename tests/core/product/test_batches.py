@@ -135,18 +135,6 @@ def test_the_rule(dtype, platform, apart, options, want, monkeypatch):
     assert (choice.implementation, is_one) == want
 
 
-def test_every_auto_batch_is_counted(rng):
-    mesh = mesh_of(AxisType.Auto)
-    x = cases.put(cases.integers(rng, 8, 4, 4), mesh, P("x"))
-    batch = jax.vmap(jaxmp.matmul)
-
-    def program(x):
-        return jax.lax.scan(lambda y, _: (batch(y, x), None), batch(batch(x, x), x), length=5)[0]
-
-    rows = jaxmp.explain(program)(x).rows
-    assert [(row.count, row.implementation) for row in rows] == [(8, "xla"), (8, "xla"), (40, "xla")]
-
-
 def test_auto_axes_are_partitioned(rng):
     mesh = mesh_of(AxisType.Auto)
     (a, b), placed = operands(mesh, "local", rng)

@@ -23,15 +23,11 @@ EXPLICIT = modes.BY_ID["explicit"]
 # Process rows and columns, and m, n and k per shard. A mask has eight columns of d in a byte. If b is stored
 # transposed, its columns are split over another number of devices than d's, so pieces end anywhere within a byte.
 GRIDS = (
-    (1, 2, (3, 5, 2)),
     (2, 1, (3, 13, 2)),
-    (4, 1, (2, 33, 3)),
-    (1, 4, (3, 9, 2)),
     (7, 1, (8, 1, 2)),
     (3, 2, (2, 11, 2)),
     (2, 4, (3, 65, 1)),
     (2, 2, (3, 129, 2)),
-    (1, 1, (2, 127, 2)),
     (2, 1, (2, 128, 2)),
     (1, 2, (2, 300, 2)),
 )

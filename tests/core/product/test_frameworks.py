@@ -78,16 +78,6 @@ def test_nnx(axis_type, rng):
         assert all(g.sharding.is_equivalent_to(w.sharding, g.ndim) for g, w in zip(got, want, strict=True))
 
 
-def test_nnx_model_that_the_program_makes_itself():
-    @nnx.jit(static_argnums=0)
-    def create(dot_general):
-        model = Mlp(dot_general, is_explicit=False)
-        return model, loss_and_gradients(model, jnp.ones((BATCH, LENGTH, WIDTH)))
-
-    with jax.set_mesh(MESH.jax_mesh(AxisType.Auto)):
-        judge(*(create(f) for f in (jaxmp.dot_general, jax.lax.dot_general)))
-
-
 @pytest.mark.parametrize(
     ("make", "shape", "spec", "calls"),
     [

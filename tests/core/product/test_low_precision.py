@@ -116,19 +116,6 @@ def test_every_combination_of_types(out, dtype_a, dtype_b, rng):
         np.testing.assert_array_equal(np.asarray(d), want)
 
 
-@pytest.mark.small("values")
-@pytest.mark.parametrize(("mode", "case"), modes.pairs(modes.MODES, by_name("local", "ag", "rs", "ar", "grid")))
-def test_every_way_to_call(mode, case, rng):
-    dtype_a, dtype_b = PLAIN[cases.CASES.index(case) % len(PLAIN)]
-    case = case.replace(transposition="NT", per_shard=(16, 16, 16))
-    m, n, k = case.extents
-    a, b = small(rng, (m, k), dtype_a), small(rng, (n, k), dtype_b)
-    with mode.scope(case):
-        spec_a, spec_b = case.stored
-        d = mode.run(mode.product(case, **F32), mode.put(case, a, spec_a), mode.put(case, b, spec_b))
-    np.testing.assert_array_equal(d, scaled(a, None).astype(np.float32) @ scaled(b, None).astype(np.float32).T)
-
-
 def test_partitioner_with_scales(rng):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     a, b = small(rng, (128, 512), E4M3), small(rng, (128, 512), E4M3)

@@ -2,7 +2,6 @@
 another group's matrix, and weights of a group without rows could reach the result."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +13,7 @@ from ragged import activated, assert_same, derivatives, integers, reference, wit
 import jaxmp
 
 SIZES = {
-    "even": (2, 2, 2, 2),
     "empty groups": (0, 5, 0, 1),
-    "one has all": (0, 0, 8, 0),
-    "no rows": (0, 0, 0, 0),
-    "some rows are left": (1, 0, 2, 1),
     "too large": (3, 9, 4, 1),
     "far too large": (2**31 - 1,) * 4,
     "negative": (-3, 4, -1, 2),
@@ -41,47 +36,32 @@ def test_types_of_sizes(dtype, x64):
     assert_same(ours, reference(x, w, np.minimum(sizes.astype(np.uint64), 300)))
 
 
-BATCHES = [axes for axes in itertools.product((None, 0, 1), (None, 0, 2), (None, 0)) if axes != (None,) * 3]
+BATCHES = [(0, None, None), (None, 0, None), (None, None, 0), (1, 2, None), (1, None, 0), (None, 2, 0), (0, 0, 0)]
 
 
 @pytest.mark.parametrize("axes", BATCHES)
 def test_vmap(axes):
-    batch, sizes = 3, np.array([[1, 4], [0, 6], [2, 2]])
-    shapes = [(6, 3), (2, 3, 5)]
-    shapes = (6, 3), (2, 3, 5)
-    stored = [s if a is None else (*s[:a], batch, *s[a:]) for s, a in zip(shapes, axes[:2], strict=True)]
+    """Maps cotangents, and takes the cotangents of a map."""
+    stored = [s if a is None else (*s[:a], 3, *s[a:]) for s, a in zip(((6, 3), (2, 3, 5)), axes[:2], strict=True)]
     x, w = map(integers, stored, (0, 1))
-    sizes = jnp.array(sizes if axes[2] == 0 else sizes[0])
+    sizes = jnp.array([[1, 4], [0, 6], [2, 2]] if axes[2] == 0 else [1, 4])
 
-    def one(product):
-        def cotangents(x, w, sizes):
-            d, pull = jax.vjp(lambda x, w: product(x, w, sizes), x, w)
-            return d, *pull(d)
+    def looped(f, *operands):
+        parts = [
+            f(*(y if a is None else jnp.take(y, i, a) for y, a in zip(operands, axes, strict=True))) for i in range(3)
+        ]
+        return jax.tree.map(lambda *each: jnp.stack(each), *parts)
 
-        return cotangents
+    def cotangents(product, x, w, sizes):
+        d, pull = jax.vjp(lambda x, w: product(x, w, sizes), x, w)
+        return d, *pull(d)
 
-    def each(x, w, sizes):
-        found = []
-        for i in range(batch):
-            at = [y if a is None else jnp.take(y, i, a) for y, a in zip((x, w, sizes), axes, strict=True)]
-            found.append(one(reference)(at[0], at[1], at[2].tolist()))
-        return [jnp.stack(parts) for parts in zip(*found, strict=True)]
+    def of_sum(product):
+        return jax.grad(lambda x, w: (product(x, w, sizes) ** 2).sum(), (0, 1))(x, w)
 
-    assert_same(list(jax.vmap(one(jaxmp.ragged_dot), axes)(x, w, sizes)), each(x, w, sizes))
-
-    def total(product, x, w):
-        return (product(x, w, sizes) ** 2).sum()
-
-    ours = jax.grad(functools.partial(total, jax.vmap(jaxmp.ragged_dot, axes)), (0, 1))(x, w)
-    theirs = jax.grad(functools.partial(total, lambda *operands: _stacked(axes, batch, *operands)), (0, 1))(x, w)
-    assert_same(ours, theirs)
-
-
-def _stacked(axes, batch, x, w, sizes):
-    at = [
-        [y if a is None else jnp.take(y, i, a) for y, a in zip((x, w, sizes), axes, strict=True)] for i in range(batch)
-    ]
-    return jnp.stack([reference(x, w, sizes.tolist()) for x, w, sizes in at])
+    mapped = jax.vmap(functools.partial(cotangents, jaxmp.ragged_dot), axes)(x, w, sizes)
+    assert_same(mapped, looped(functools.partial(cotangents, reference), x, w, sizes))
+    assert_same(of_sum(jax.vmap(jaxmp.ragged_dot, axes)), of_sum(functools.partial(looped, reference)))
 
 
 def test_vmap_of_vmap():
