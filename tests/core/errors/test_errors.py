@@ -2,6 +2,7 @@
 Each message is matched with its values. `launches` checks the "before": a call that reaches a lowering fails the
 test."""
 
+import functools
 import re
 
 import cases
@@ -240,32 +241,25 @@ def test_a_traceback_ends_at_the_users_line(call):
 
 
 @pytest.mark.parametrize("is_jitted", [False, True])
-def test_an_operand_in_host_memory(is_jitted):
-    """jnp refuses it, too; otherwise a GPU's library would receive a pointer to the host."""
-    a = in_host_memory(A)
-    call = jax.jit(jaxmp.matmul) if is_jitted else jaxmp.matmul
-    message = "matmul: a is in host memory, but products run in device memory; move it there first"
-    with pytest.raises(ValueError, match=message):
-        call(a, B)
-    moved = jax.eval_shape(lambda a: jaxmp.matmul(jax.device_put(a, jax.memory.Space.Device), B), a)
-    assert moved.shape == (4, 8)
-
-
-def in_host_memory(x):
-    x = jax.device_put(x)
-    return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
-
-
-def test_other_operands_in_host_memory():
-    mask = in_host_memory(zeros(4, 16).astype(np.uint8))
-    with pytest.raises(ValueError, match="matmul: relu_aux is in host memory"):
-        jaxmp.matmul(A, B, epilog=Epilog.DRELU, epilog_inputs={"relu_aux": mask})
-    with pytest.raises(ValueError, match="matmul: bias is in host memory"):
-        jaxmp.matmul(A, B, epilog=Epilog.BIAS, epilog_inputs={"bias": in_host_memory(BIAS)})
-    float8 = jnp.zeros((128, 128), jnp.float8_e4m3fn)
-    scaling = jaxmp.Scaling(a=in_host_memory(np.float32(1)))
-    with pytest.raises(ValueError, match=r"matmul: scaling\.a is in host memory"):
-        jaxmp.matmul(float8, float8, transpose_b=True, scaling=scaling, preferred_element_type=jnp.float32)
+def test_operands_in_host_memory(is_jitted):
+    """jnp refuses them, too; otherwise a GPU's library would receive a pointer to the host."""
+    float8, mask = jnp.zeros((128, 128), jnp.float8_e4m3fn), zeros(4, 16).astype(np.uint8)
+    wide = {"transpose_b": True, "preferred_element_type": jnp.float32}
+    calls = {
+        "a": (lambda x: jaxmp.matmul(x, B), A),
+        "relu_aux": (lambda x: jaxmp.matmul(A, B, epilog=Epilog.DRELU, epilog_inputs={"relu_aux": x}), mask),
+        "bias": (functools.partial(with_bias, A, B), BIAS),
+        "scaling.a": (lambda x: jaxmp.matmul(float8, float8, scaling=jaxmp.Scaling(a=x), **wide), np.float32(1)),
+    }
+    for name, (call, x) in calls.items():
+        x = jax.device_put(x)
+        x = jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
+        message = f"matmul: {name} is in host memory, but products run in device memory; move it there first"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            (jax.jit(call) if is_jitted else call)(x)
+        if name == "a":
+            moved = jax.eval_shape(lambda a: jaxmp.matmul(jax.device_put(a, jax.memory.Space.Device), B), x)
+            assert moved.shape == (4, 8)
 
 
 @pytest.mark.parametrize("is_jitted", [False, True])

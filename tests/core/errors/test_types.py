@@ -58,36 +58,26 @@ def agrees(want, got):
     return want == got or (isinstance(want, type) and isinstance(got, type) and issubclass(got, want))
 
 
-def check_types(name, wide, npreferred):
-    names = NAMES + WIDE if wide else NAMES
-    types = {name: jax.ShapeDtypeStruct((16, 16), name) for name in names}
-    types |= {f"weak {name}": jax.ShapeDtypeStruct((16, 16), name, weak_type=True) for name in WEAK}
-    combinations = []
-    for i, (a, b) in enumerate(itertools.product(types, types)):  # the requested types change from pair to pair
-        outs = (None, *(names[(7 * i + 5 * j) % len(names)] for j in range(npreferred)))
-        combinations += [(a, b, out) for out in outs]
-    want, got = (types_of(of(module)[name], combinations, types) for module in (jnp, jaxmp))
+PAIRS = [("matmul", "standard", 2), ("einsum", "standard", 1), ("dot_general", "standard", 2)]
+PAIRS += [("matmul", "strict", 1), ("dot_general", "strict", 1), ("dot_general", "64 bits", 1)]
+
+
+@pytest.mark.parametrize(("name", "rules", "npreferred"), PAIRS)
+def test_types_of_every_pair(name, rules, npreferred):
+    is_wide = rules == "64 bits"
+    names = NAMES + WIDE if is_wide else NAMES
+    with jax.numpy_dtype_promotion("standard" if is_wide else rules), jax.enable_x64(is_wide):
+        types = {each: jax.ShapeDtypeStruct((16, 16), each) for each in names}
+        types |= {f"weak {each}": jax.ShapeDtypeStruct((16, 16), each, weak_type=True) for each in WEAK}
+        combinations = []
+        for i, (a, b) in enumerate(itertools.product(types, types)):  # the requested types change from pair to pair
+            outs = (None, *(names[(7 * i + 5 * j) % len(names)] for j in range(npreferred)))
+            combinations += [(a, b, out) for out in outs]
+        want, got = (types_of(of(module)[name], combinations, types) for module in (jnp, jaxmp))
     wrong = [case for case in zip(combinations, want, got, strict=True) if not agrees(*case[1:])]
     assert not wrong, (len(wrong), wrong[:10])
     assert any(isinstance(x, type) for x in want)  # some pairs are refused
     assert len(set(want)) > len(names)
-
-
-@pytest.mark.parametrize("name", ["matmul", "einsum", "dot_general"])
-def test_types_of_every_pair(name):
-    with jax.numpy_dtype_promotion("standard"):
-        check_types(name, wide=False, npreferred=1 if name == "einsum" else 2)
-
-
-@pytest.mark.parametrize("name", ["matmul", "dot_general"])
-def test_types_of_every_pair_under_strict_promotion(name):
-    with jax.numpy_dtype_promotion("strict"):
-        check_types(name, wide=False, npreferred=1)
-
-
-def test_types_of_every_pair_of_sixty_four_bits():
-    with jax.numpy_dtype_promotion("standard"), jax.enable_x64(True):
-        check_types("dot_general", wide=True, npreferred=1)
 
 
 A, B = np.ones((4, 6), np.float32), np.ones((6, 5), np.float32)
