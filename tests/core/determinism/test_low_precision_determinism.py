@@ -23,7 +23,7 @@ def drawn(rng, mode, m, n, k):
     return a, b, *mode.scales(rng, a.shape, b.shape)
 
 
-@pytest.mark.small("pairs")
+@pytest.mark.small("values", of=lambda case, mode, is_deep: (mode, (case, is_deep)))
 @pytest.mark.parametrize("case", by_name("ag", "rs", "ar-data", "grid"), ids=lambda case: case.name)
 @pytest.mark.parametrize("mode", SCALE_MODES, ids=lambda mode: mode.id)
 @pytest.mark.parametrize("is_deep", [False, True], ids=["", "deep"])

@@ -168,7 +168,7 @@ def operand_layouts(grid, transposition, blocks, is_elsewhere):
 PRODUCTS = (((8, 16, 8), (2, 2, 2), False), ((13, 11, 17), (3, 5, 2), True), ((1, 2, 3), (4, 4, 4), True))
 
 
-@pytest.mark.small("pairs")
+@pytest.mark.small("values", of=lambda grid, dtype, implementation: (grid, (dtype, implementation)))
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -238,7 +238,7 @@ def test_empty_products(m, n, k):
     np.testing.assert_array_equal(whole(jaxmp.matmul(a, b, c, beta=2.0)), np.full((m, n), 2.0 * (k == 0)))
 
 
-@pytest.mark.small("pairs")
+@pytest.mark.small("values")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)

@@ -233,46 +233,39 @@ def test_gradients_for_cuda_are_calls_of_the_library(sharded):
     assert sorted(re.search(r'pattern = "(\w+)"', line)[1] for line in lines) == ["all_gather", "local"]
 
 
+def exported(f, operands, *platforms):
+    pytest.importorskip("flatbuffers")
+    names = ("jaxmp_matmul", "jaxmp_partitioned_matmul")
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
+    return jax.export.export(jax.jit(f), platforms=platforms, disabled_checks=checks)(*operands)
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
 def test_a_program_for_cuda_is_exported(mesh_of, axis_type):
-    pytest.importorskip("flatbuffers")
     mesh = mesh_of({"y": 4}, axis_type)
     shardings = {"in_shardings": (P("y", None), P(None, "y"))} if axis_type == AxisType.Auto else {}
-    f = functools.partial(ask, out_sharding=P(None, "y"), **shardings)
     a = cases.typed(mesh, (8, 16), "y", None, dtype=jnp.bfloat16)
     b = cases.typed(mesh, (16, 12), None, "y", dtype=jnp.bfloat16)
     with jax.set_mesh(mesh):
-        exported = jax.export.export(
-            jax.jit(f), platforms=["cuda"], disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("jaxmp_matmul")]
-        )(a, b)
-    again = jax.export.deserialize(exported.serialize())
+        program = exported(functools.partial(ask, out_sharding=P(None, "y"), **shardings), (a, b), "cuda")
+    again = jax.export.deserialize(program.serialize())
     assert (again.platforms, again.nr_devices) == (("cuda",), 4)
     assert '"all_gather"' in again.mlir_module()
 
 
-def test_one_export_serves_both_platforms(sharded):
-    pytest.importorskip("flatbuffers")
-    a, b = sharded((8, 16), "y", None), sharded((16, 12), None, "y")
-    exported = jax.export.export(
-        jax.jit(functools.partial(jaxmp.matmul, out_sharding=P(None, "y"))),
-        platforms=["cpu", "cuda"],
-        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("jaxmp_matmul")],
-    )(a, b)
-    module = exported.mlir_module()
+def test_one_export_serves_both_platforms(sharded, mesh_of):
+    """On automatic axes XLA's partitioner asks for the call of each platform; this test checks the one for CPUs."""
+    operands = sharded((8, 16), "y", None), sharded((16, 12), None, "y")
+    module = exported(functools.partial(jaxmp.matmul, out_sharding=P(None, "y")), operands, "cpu", "cuda").mlir_module()
     assert module.count("@jaxmp_matmul") == 1
     assert "stablehlo.all_gather" in module
-
-
-def test_one_export_on_automatic_axes_serves_both_platforms(mesh_of):
-    """XLA's partitioner asks for the call of each platform; this test checks the one for CPUs."""
-    pytest.importorskip("flatbuffers")
     mesh = mesh_of({"y": 4}, AxisType.Auto)
     a, b = (np.ones(shape, np.float32) for shape in ((8, 16), (16, 12)))
     placed = cases.put(a, mesh, P(None, "y")), cases.put(b, mesh, P("y", None))
-    check = jax.export.DisabledSafetyCheck.custom_call("jaxmp_partitioned_matmul")
-    exported = jax.export.export(jax.jit(jaxmp.matmul), platforms=["cpu", "cuda"], disabled_checks=[check])(*placed)
-    assert sorted(re.findall(r"platform\\22: \\22(\w+)", exported.mlir_module())) == ["cpu", "cuda"]
-    np.testing.assert_array_equal(jax.jit(exported.call)(*placed), a @ b)
+    with jax.set_mesh(mesh):
+        program = exported(jaxmp.matmul, placed, "cpu", "cuda")
+        assert sorted(re.findall(r"platform\\22: \\22(\w+)", program.mlir_module())) == ["cpu", "cuda"]
+        np.testing.assert_array_equal(jax.jit(program.call)(*placed), a @ b)
 
 
 def test_explain_tells_what_cublasmp_will_be_asked(sharded, cards, monkeypatch):

@@ -30,7 +30,7 @@ def operands_of(case, rng):
     return lambda: [EXPLICIT.put(case, x, spec) for x, spec in zip(arrays, specs, strict=True)]
 
 
-@pytest.mark.small("pairs")
+@pytest.mark.small("values")
 @pytest.mark.parametrize("epilog", [Epilog.NONE, Epilog.GELU], ids=lambda epilog: epilog.name)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", cases.by_id(PATTERNS))

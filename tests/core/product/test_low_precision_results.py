@@ -133,7 +133,7 @@ def test_block_scaled_results(kind, name, rng):
 EPILOGS = [Epilog.BIAS, Epilog.RELU, Epilog.RELU_BIAS, Epilog.RELU_AUX_BIAS, Epilog.GELU_AUX_BIAS]
 
 
-@pytest.mark.small("pairs")
+@pytest.mark.small("values", of=lambda out, epilog, implementation: (out, (epilog, implementation)))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("epilog", EPILOGS, ids=lambda e: e.name)
 @pytest.mark.parametrize("out", ["float32", "bfloat16", "float8_e4m3fn"])

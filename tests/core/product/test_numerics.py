@@ -120,7 +120,7 @@ def test_one_program_serves_every_value():
     assert f._cache_size() == 1
 
 
-@pytest.mark.small("pairs")
+@pytest.mark.small("values")
 @pytest.mark.parametrize("is_jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("name", ["rs", "ar", "grid"])

@@ -245,7 +245,7 @@ def test_cublasmp_has_no_epilogs_of_complex_numbers():
         assert why == "cuBLASMp has no epilogs of complex numbers, and XLA's would not keep determinism='batch'"
 
 
-@pytest.mark.small("pairs")
+@pytest.mark.small("values")
 @pytest.mark.parametrize("conjugation", [(False, False), (True, True)], ids=["plain", "conjugated"])
 @pytest.mark.parametrize("shape", [(2, 3, 2), (1, 1, 512)], ids=["copy", "scatter"])
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
