@@ -108,14 +108,6 @@ def test_there_and_back(grid, axis_type, rng):
         np.testing.assert_array_equal(np.asarray(back), x)
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)], ids=str)
-def test_empty_matrices(shape):
-    mesh, layout = mesh_over((2, 2)), BlockCyclic((2, 2), (2, 3))
-    laid = lay(np.zeros(shape, np.float32), layout, mesh)
-    assert laid.data.size == 0
-    assert whole(laid).shape == shape
-
-
 def test_a_sharded_matrix_moves_by_all_to_all_alone(rng):
     mesh, layout = mesh_over((2, 4)), BlockCyclic((2, 4), (3, 2), (1, 1))
     x = jax.device_put(small(rng, (12, 16)), NamedSharding(mesh, P("x", "y")))

@@ -202,24 +202,6 @@ def test_empty_operands(m, k, implementation):
     np.testing.assert_array_equal(integers, np.zeros((m, 32), np.int8))
 
 
-def test_linear_and_explain(rng, capsys):
-    x, w = small(rng, (32, 64), E4M3), small(rng, (48, 64), E4M3)
-    bias = small(rng, 48, ml_dtypes.bfloat16)
-
-    def layer(x, w, bias, s):
-        return jaxmp.linear(
-            x, w, bias, activation="relu", transpose_b=True, scaling=Scaling(a=s), preferred_element_type=jnp.bfloat16
-        )
-
-    d = layer(x, w, bias, jnp.float32(0.5))
-    want = np.maximum(scaled(x, None) @ scaled(w, None).T / 2 + bias.astype(np.float64), 0)
-    np.testing.assert_array_equal(np.asarray(d).astype(np.float64), want)
-    (row,) = jaxmp.explain(layer)(x, w, bias, jnp.float32(0.5)).rows
-    capsys.readouterr()
-    assert row.dtypes == "float8_e4m3fn x float8_e4m3fn -> bfloat16, scales scalar_fp32 x none"
-    assert row.accumulator == "float32"
-
-
 @pytest.mark.parametrize("case", PATTERNS, ids=lambda case: case.name)
 def test_int8_is_exact(case, rng):
     mesh, given, want = case.jax_mesh(AxisType.Explicit), [], []

@@ -35,6 +35,7 @@ CASES = {
 }
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("implementation", [None, "xla"])
 @pytest.mark.parametrize("per_index", [False, True])
 @pytest.mark.parametrize("case", CASES)

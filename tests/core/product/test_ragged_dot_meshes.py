@@ -76,16 +76,6 @@ def test_a_level_on_a_mesh(specs):
     assert_same(ours(x, w, mesh=mesh, in_shardings=specs[:2], out_sharding=specs[2]), ours(x, w))
 
 
-def test_integers_take_every_level_on_every_sharding():
-    """Integer sums are exact in any order, including XLA's."""
-    x, w, sizes = integers((8, 4), 0, np.int32), integers((4, 4, 8), 1, np.int32), (3, 0, 4, 0)
-    ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes), determinism="topology")
-    mesh = jax.make_mesh((2, 2), ("p", "q"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
-    with jax.set_mesh(mesh):
-        shards = [jax.device_put(y, NamedSharding(mesh, s)) for y, s in ((x, P("p")), (w, P(None, None, "q")))]
-        assert_same(jax.jit(ours)(*shards), reference(x, w, sizes))
-
-
 def test_the_transpose_of_a_scatter_moves_bfloat16_as_it_is():
     """XLA's own all-gather on CPUs would convert to float32."""
     mesh = jax.make_mesh((2, 2), ("p", "q"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
@@ -98,28 +88,19 @@ def test_the_transpose_of_a_scatter_moves_bfloat16_as_it_is():
     assert "all_gather" in [row.operation for row in rows]
 
 
-def test_it_is_local_inside_shard_map():
+@pytest.mark.parametrize("of_w", [P("p"), P()], ids=str)
+def test_it_is_local_inside_shard_map(of_w):
+    """Gradients of replicated weights are summed."""
     mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    x, w, sizes = integers((8, 4)), integers((4, 4, 5), 1), jnp.array([1, 2, 0, 4])
+    x, w, sizes = integers((8, 4)), integers((4, 4, 5), 1), ((1, 2), (0, 4)) if of_w == P("p") else ((1, 0, 2, 0),) * 2
 
     def ours(x, w):
-        return jax.shard_map(jaxmp.ragged_dot, mesh=mesh, in_specs=P("p"), out_specs=P("p"))(x, w, sizes)
+        specs = {"in_specs": (P("p"), of_w, P("p")), "out_specs": P("p")}
+        return jax.shard_map(jaxmp.ragged_dot, mesh=mesh, **specs)(x, w, jnp.array(sizes).reshape(-1))
 
     def theirs(x, w):
-        return jnp.concatenate([reference(x[:4], w[:2], (1, 2)), reference(x[4:], w[2:], (0, 4))])
-
-    assert_same(derivatives(ours, x, w), derivatives(theirs, x, w))
-
-
-def test_gradients_of_replicated_weights_are_summed_in_shard_map():
-    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    x, w, sizes = integers((8, 4)), integers((2, 4, 5), 1), jnp.array([1, 2])
-    ours = jax.shard_map(
-        lambda x, w: jaxmp.ragged_dot(x, w, sizes), mesh=mesh, in_specs=(P("p"), P()), out_specs=P("p")
-    )
-
-    def theirs(x, w):
-        return jnp.concatenate([reference(x[:4], w, (1, 2)), reference(x[4:], w, (1, 2))])
+        halves = (w[:2], w[2:]) if of_w == P("p") else (w, w)
+        return jnp.concatenate([reference(x[4 * i : 4 * i + 4], halves[i], sizes[i]) for i in range(2)])
 
     assert_same(derivatives(ours, x, w), derivatives(theirs, x, w))
 
