@@ -257,7 +257,7 @@ def test_communication_options_ahead_of_a_pattern(comm):
 def test_communication_options_of_functions_that_name_an_axis():
     case = cases.BY_NAME["ag"].replace(per_shard=(3, 5, 7))
     with pytest.raises(ValueError, match=r"all_gather_matmul: comm\.algorithm='fused' needs the pattern all_reduce"):
-        modes.in_checked_shard_map(case, comm=CommOptions(algorithm="fused"))(*case.values(np.random.default_rng(0)))
+        modes.in_shard_map(case, comm=CommOptions(algorithm="fused"))(*case.values(np.random.default_rng(0)))
 
 
 def test_hostmp_agrees_on_every_algorithm_of_every_pattern(rng):
