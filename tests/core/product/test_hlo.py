@@ -43,7 +43,6 @@ COMPILED = {
     "gather-b": ((["local"], ["all-gather"]), (["all_reduce"], []), (["local"], [])),
 }
 PROGRAMS = ("forward", "gradient in a", "gradient in b")
-SHARD_MAP = [modes.BY_ID["shard_map"], modes.BY_ID["shard_map-unchecked"]]
 
 
 def programs(mode, case, **options):
@@ -60,7 +59,20 @@ def programs(mode, case, **options):
     return dict(zip(PROGRAMS, ((f, (a, b)), (gradient(0), (a, b, w)), (gradient(1), (a, b, w))), strict=True))
 
 
-def check_compiled(mode, case, name):
+CALLS = modes.pairs([modes.BY_ID["explicit"]], [cases.BY_NAME[name] for name in COMPILED])
+# On auto axes XLA chooses the sharding of a replicated operand's gradient, so no gather is needed.
+CALLS += modes.pairs([modes.BY_ID["in_shardings"]], [cases.BY_NAME[name] for name in COMPILED if name != "local-sliced"])
+CALLS += modes.pairs([modes.BY_ID["shard_map"]], cases.MATRIX)
+
+
+def of_calls(mode, case, name):
+    return (case.name, name), (mode.id, case.pattern, case.computes_transposed, name)
+
+
+@pytest.mark.small("values", of=of_calls)
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("mode", "case"), CALLS)
+def test_calls_and_collectives(mode, case, name):
     case = case.replace(per_shard=(4, 4, 4))
     with mode.scope(case):
         program, arguments = programs(mode, case)[name]
@@ -74,26 +86,6 @@ def check_compiled(mode, case, name):
     named["all-gather"] += named.pop("reshard", 0)
     assert +named == Counter(collectives), "explain names every collective, and no other"
     assert sorted(row.pattern for row in rows if row.operation.startswith("matmul")) == calls
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME[name] for name in COMPILED]))
-def test_explicit_axes(case, name):
-    check_compiled(modes.BY_ID["explicit"], case, name)
-
-
-# On auto axes XLA chooses the sharding of a replicated operand's gradient, so no gather is needed.
-@pytest.mark.small("values", of=lambda case, name: (case, (case.pattern, case.computes_transposed, name)))
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME[name] for name in COMPILED if name != "local-sliced"]))
-def test_in_shardings(case, name):
-    check_compiled(modes.BY_ID["in_shardings"], case, name)
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("case", cases.by_id([c for c in cases.MATRIX if SHARD_MAP[0].serves(c)]))
-def test_inside_shard_map(case, name):
-    check_compiled(SHARD_MAP[0], case, name)
 
 
 @pytest.mark.small("values")

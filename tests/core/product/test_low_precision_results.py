@@ -34,32 +34,39 @@ from jaxmp import Epilog, Scaling
 BOTH = [*((case, "host") for case in PATTERNS), *((case, "xla") for case in PATTERNS[1::3])]
 
 
-@pytest.mark.small("values")
+@pytest.mark.small("values", of=lambda case, implementation: (case.pattern, case.computes_transposed, implementation))
 @pytest.mark.parametrize(("case", "implementation"), BOTH)
-def test_float8_result_and_the_global_amax(case, implementation, rng):
-    """d saturates; amax is the largest value of all ranks before d's scale is applied."""
+def test_float8_results_and_their_global_amax(case, implementation, rng):
+    """d and gelu_aux saturate; an amax is the largest value of all ranks before a scale is applied to it."""
     case = case.replace(transposition="NT", per_shard=(16, 16, 16))
     m, n, k = case.extents
     a, b = small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)
-    a[-1], b[-1] = 3, 3  # the largest value is on the last rank, and beyond 448
-    want = scaled(a, None) @ scaled(b, None).T * 4
-    spec_a, spec_b = case.stored
+    a[-1], b[-1] = 3, -3  # the largest value is on the last rank, and beyond 448
+    z = scaled(a, None) @ scaled(b, None).T
     mesh = case.jax_mesh(AxisType.Explicit)
+    options = {"preferred_element_type": E4M3, "out_sharding": case.out, "implementation": implementation, **TN}
 
     @jax.jit
-    def program(a, b, scale, scale_d):
-        scaling = Scaling(a=scale, b=scale, d=scale_d, result_amax=True)
-        options = {"out_sharding": case.out, "implementation": implementation}
-        return jaxmp.matmul(a, b, scaling=scaling, preferred_element_type=E4M3, **TN, **options)
+    def program(a, b, two, scale_aux):
+        scaling = Scaling(a=two, b=two, d=two, result_amax=True)
+        of_gelu = Scaling(a=two, d=two, aux=scale_aux, aux_dtype=E4M3, aux_amax=True, result_amax=True)
+        gelu = jaxmp.matmul(a, b, alpha=1 / 16, epilog=Epilog.GELU_AUX, scaling=of_gelu, **options)
+        return jaxmp.matmul(a, b, scaling=scaling, **options), gelu
 
     with jax.set_mesh(mesh):
-        two = cases.put(np.float32(2), mesh, P())
-        d, more = program(cases.put(a, mesh, spec_a), cases.put(b, mesh, spec_b), two, two)
-    assert d.dtype == E4M3
-    np.testing.assert_array_equal(np.asarray(d), saturated(2 * want, E4M3))
-    assert np.abs(2 * want).max() > 448
-    assert more["result_amax"].shape == ()
-    assert float(more["result_amax"]) == np.abs(want).max()
+        specs = (*case.stored, P(), P())
+        arrays = (a, b, np.float32(2), np.float32(64))
+        (d, more), (y, aux) = program(*(cases.put(x, mesh, spec) for x, spec in zip(arrays, specs, strict=True)))
+    assert d.dtype == y.dtype == aux["gelu_aux"].dtype == E4M3
+    np.testing.assert_array_equal(np.asarray(d), saturated((8 * z).astype(np.float32), E4M3))
+    np.testing.assert_array_equal(np.asarray(aux["gelu_aux"]), saturated((8 * z).astype(np.float32), E4M3))
+    assert np.abs(8 * z).max() > 448
+    suite.check_replicas("gelu_aux", aux["gelu_aux"])
+    assert set(aux) == {"gelu_aux", "gelu_aux_amax", "result_amax"}
+    assert more["result_amax"].shape == aux["gelu_aux_amax"].shape == ()
+    assert float(more["result_amax"]) == np.abs(4 * z).max()
+    assert float(aux["gelu_aux_amax"]) == np.abs(z / 8).max() == -z.min() / 8
+    assert float(aux["result_amax"]) < float(aux["gelu_aux_amax"])  # gelu suppresses the negative value
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, FP4], ids=lambda dtype: np.dtype(dtype).name)
@@ -167,43 +174,6 @@ def judge_gelu(d, z, out):
     want = np.clip(want, -float(jnp.finfo(out).max), float(jnp.finfo(out).max))
     finest = float(jnp.finfo(out).smallest_subnormal) / 2
     bounds.judge("gelu", d, want, 8 * (bounds.unit_roundoff(out) * np.abs(want) + 2.0**-24 * (1 + np.abs(z))) + finest)
-
-
-@pytest.mark.small("values", of=lambda case, implementation: (case.pattern, implementation))
-@pytest.mark.parametrize(("case", "implementation"), BOTH)
-def test_float8_aux_and_its_global_amax(case, implementation, rng):
-    """gelu_aux is z times its scale, saturated; the amax is the largest |z| of all ranks before scaling."""
-    case = case.replace(transposition="NT", per_shard=(16, 16, 16))
-    m, n, k = case.extents
-    a, b = small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)
-    a[-1], b[-1] = 3, -3  # the largest value is on the last rank; its scaled value exceeds 448
-    z = scaled(a, None) @ scaled(b, None).T / 8
-    spec_a, spec_b = case.stored
-    mesh = case.jax_mesh(AxisType.Explicit)
-
-    @jax.jit
-    def program(a, b, scale, scale_aux):
-        return jaxmp.matmul(
-            a, b, alpha=0.5, preferred_element_type=E4M3, epilog=Epilog.GELU_AUX, out_sharding=case.out,
-            scaling=Scaling(
-                a=scale, d=scale, aux=scale_aux, aux_dtype=jnp.float8_e4m3fn, aux_amax=True, result_amax=True
-            ),
-            implementation=implementation, **TN,
-        )  # fmt: skip
-
-    with jax.set_mesh(mesh):
-        scalars = (cases.put(np.float32(x), mesh, P()) for x in (0.25, 64))
-        d, more = program(cases.put(a, mesh, spec_a), cases.put(b, mesh, spec_b), *scalars)
-    assert set(more) == {"gelu_aux", "gelu_aux_amax", "result_amax"}
-    assert more["gelu_aux"].dtype == E4M3
-    assert np.abs(64 * z).max() > 448
-    np.testing.assert_array_equal(np.asarray(more["gelu_aux"]), saturated((64 * z).astype(np.float32), E4M3))
-    assert more["gelu_aux_amax"].shape == ()
-    assert float(more["gelu_aux_amax"]) == np.abs(z).max() == -z.min()
-    assert d.dtype == E4M3
-    assert float(more["result_amax"]) < float(more["gelu_aux_amax"])  # gelu suppresses the negative value
-    for x in more["gelu_aux"].addressable_shards:
-        np.testing.assert_array_equal(np.asarray(x.data), np.asarray(more["gelu_aux"])[x.index])
 
 
 @pytest.mark.parametrize("c_dtype", [None, jnp.float16, jnp.bfloat16])
