@@ -83,6 +83,7 @@ def a_first(grid, is_elsewhere):
     return (grid[0] - 1, grid[1] // 2) if is_elsewhere else (0, 0)
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_there_and_back(grid, axis_type, rng):

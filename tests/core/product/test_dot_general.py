@@ -119,11 +119,9 @@ class Layout:
 LAYOUTS = (
     # Activations (batch, seq, d), weights (d, heads, size): sequence parallelism.
     Layout("gather seq", "bsd,dhk->bshk", P("x", "y"), P(None, "y"), P("x", None, "y"), "all_gather"),
-    Layout("gather batch", "bsd,dhk->bshk", P(("x", "y")), P(None, "y"), P("x", None, "y"), "all_gather"),
     Layout("gather heads", "bsd,dhk->bshk", P("x", "y"), P(None, "y"), P("x", "y"), "all_gather"),
     Layout("gather size", "bd,dhk->bhk", P("y"), P(None, "x", "y"), P("y", "x"), "all_gather"),
     Layout("scatter seq", "bshk,hkd->bsd", P("x", None, "y"), P("y"), P("x", "y"), "reduce_scatter"),
-    Layout("scatter batch", "bshk,hkd->bsd", P("x", None, "y"), P("y"), P(("x", "y")), "reduce_scatter"),
     Layout("scatter columns", "bhk,hkd->bd", P("x", "y"), P("y"), P("x", "y"), "reduce_scatter"),
     Layout("scatter size", "bd,dhk->bhk", P(None, "y"), P("y", "x"), P(None, "x", "y"), "reduce_scatter"),
     Layout("reduce", "bshk,hkd->bsd", P("x", None, None, "y"), P(None, "y"), P("x"), "all_reduce"),
@@ -131,12 +129,8 @@ LAYOUTS = (
     Layout("scatter over two dimensions", "bsd,bsf->df", P("x", "y"), P("x", "y"), P(("x", "y")), "reduce_scatter"),
     Layout("contraction of one operand", "bshk,hkd->bsd", P("x", None, "y"), P(), P("x", "y"), "reduce_scatter"),
     Layout("whole rhs", "mk,kn->mn", P(None, "x"), P(), P(), "all_reduce"),
-    Layout("whole lhs", "mk,kn->mn", P(), P("x"), P(), "all_reduce"),
     Layout("a vector", "d,df->f", P("y"), P("y"), P("y"), "reduce_scatter"),
     Layout("an inner product", "ab,ab->", P("x", "y"), P("x", "y"), P(), "all_reduce"),
-    Layout("both columns", "bd,dhk->bhk", P(), P(None, "x", "y"), P(None, "x", "y"), "local"),
-    Layout("an outer product", "ab,cd->abcd", P("x"), P(None, "y"), P("x", None, None, "y"), "local"),
-    Layout("finer", "bsd,dhk->bshk", P(), P(), P("x", None, None, "y"), "local"),
     Layout("transposed operand", "dbs,khd->bskh", P(None, None, "x"), P("y"), P(None, "x", "y"), "local"),
     Layout("gathered rows", "bsd,dk->bsk", P("x", "y"), P(), P("x"), "local", ("all-gather",)),
     Layout("gathered columns", "bd,dhk->bhk", P("x"), P(None, None, "y"), P("x"), "local", ("all-gather",)),
@@ -144,8 +138,6 @@ LAYOUTS = (
     Layout("grid of transposed operands", "km,nk->mn", P("x", "y"), P("x", "y"), P("x", "y"), "grid"),
     # Batch dimensions.
     Layout("batch", "bhqd,bhkd->bhqk", P("x", "y"), P("x", "y"), P("x", "y"), "local"),
-    Layout("batch of one operand", "bmk,bkn->bmn", P("x"), P(), P("x"), "local"),
-    Layout("finer batch", "bmk,bkn->bmn", P(), P(), P(("x", "y")), "local"),
     Layout("batch, gathered", "mbk,kbn->bmn", P("y", "x"), P(None, "x", "y"), P("x", None, "y"), "all_gather"),
     Layout("batch, scattered", "mkb,bnk->bmn", P(None, "y", "x"), *[P("x", None, "y")] * 2, "reduce_scatter"),
     Layout("batch, reduced", "bmk,bkn->bmn", P("x", None, "y"), P("x", "y"), P("x"), "all_reduce"),

@@ -125,7 +125,7 @@ def run(layer, layout, mode, transform, activation, rng, dtype="float32"):
 
 def columns(layer, layout, mode, transform, activation, dtype):
     """Returns the combinations that the small suite covers: pairs with the layer and with each transform."""
-    return (layer, layout), (layer, mode), (layer, transform), (layer, activation, dtype), (layout, transform), dtype
+    return (layer, layout), (layer, mode), (layer, transform), (layer, activation), (layout, transform), (activation, dtype)
 
 
 ACTIVATIONS = ("relu", "gelu", "gelu_exact", "silu", "tanh", "sigmoid")
