@@ -125,7 +125,8 @@ def run(layer, layout, mode, transform, activation, rng, dtype="float32"):
 
 def columns(layer, layout, mode, transform, activation, dtype):
     """Returns the combinations that the small suite covers: pairs with the layer and with each transform."""
-    return (layer, layout), (layer, mode), (layer, transform), (layer, activation), (layout, transform), (activation, dtype)
+    of_layer = (layer, layout), (layer, mode), (layer, transform), (layer, activation)
+    return *of_layer, (layout, transform), (activation, dtype)
 
 
 ACTIVATIONS = ("relu", "gelu", "gelu_exact", "silu", "tanh", "sigmoid")

@@ -22,24 +22,15 @@ _XY = ("x", "y")
 # id: (spec of a (4, 8, 6) or (2, 4, 8, 6), spec of b (6, 4), spec of the result, pattern)
 LEADING = {
     "local over the batch": (P("x", None, None), P(None, "y"), P("x", None, "y"), "local"),
-    "gather rows": (P(None, "y", None), P(None, "y"), P(None, None, "y"), "all_gather"),
     "gather rows, batch sharded": (P("x", "y", None), P(None, "y"), P("x", None, "y"), "all_gather"),
     "gather the batch": (P("y", None, None), P(None, "y"), P(None, None, "y"), "all_gather"),
-    "gather rows of two axes": (P(None, _XY, None), P(None, _XY), P(None, None, _XY), "all_gather"),
-    "scatter rows": (P(None, None, "y"), P("y", None), P(None, "y", None), "reduce_scatter"),
     "scatter rows, batch sharded": (P("x", None, "y"), P("y", None), P("x", "y", None), "reduce_scatter"),
     "scatter the batch": (P(None, None, "y"), P("y", None), P("y", None, None), "reduce_scatter"),
     "scatter behind an axis": (P(None, "x", "y"), P("y", None), P(None, _XY, None), "reduce_scatter"),
     "scatter columns": (P("x", None, "y"), P("y", None), P("x", None, "y"), "reduce_scatter"),
     "all-reduce": (P("x", None, "y"), P("y", None), P("x", None, None), "all_reduce"),
     "two batch dimensions, gather": (P("x", None, "y", None), P(None, "y"), P("x", None, None, "y"), "all_gather"),
-    "two batch dimensions, scatter": (P("x", None, None, "y"), P("y", None), P("x", None, "y", None), "reduce_scatter"),
-    "two batch dimensions, scatter one": (
-        P("x", None, None, "y"),
-        P("y", None),
-        P("x", "y", None, None),
-        "reduce_scatter",
-    ),
+    "two batch dimensions, scatter": (P("x", None, None, "y"), P("y", None), P("x", "y", None, None), "reduce_scatter"),
 }
 
 

@@ -15,6 +15,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from low_precision_cases import numbers
 
 import jaxmp
 from jaxmp._src.core.primitive.primitives import bind
@@ -25,15 +26,6 @@ from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec, Pattern
 M, K, N = 5, 7, 9  # rows of 4-bit numbers that begin within a byte
 BY_VECTORS = ("int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")  # kernels decode these by vectors
 MIXED = [(wide, narrow) for wide in low_precision.WIDE for narrow in low_precision.NARROW]
-
-
-def numbers(seed, shape, dtype):
-    """Small integers; absolute values for unsigned types, powers of two for exponent types."""
-    values = np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
-    name = jnp.dtype(dtype).name
-    if name.startswith("uint"):
-        values = abs(values)
-    return (np.exp2(values) if "e8m0" in name else values).astype(jnp.dtype(dtype))
 
 
 def product(a, b, **changes):

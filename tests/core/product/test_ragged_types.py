@@ -7,6 +7,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import low_precision_cases
 import numpy as np
 import pytest
 from jax import lax
@@ -23,10 +24,7 @@ SIZES = jnp.array([1, 2])
 
 
 def numbers(seed, shape, dtype):
-    """Returns -1, 0 and 1; absolute values for unsigned types, powers of two for exponent types."""
-    values = np.random.default_rng(seed).integers(-1, 2, shape).astype(np.float32)
-    values = np.exp2(values) if "e8m0" in dtype else abs(values) if dtype.startswith("uint") else values
-    return jnp.asarray(values.astype(jnp.dtype(dtype)))
+    return jnp.asarray(low_precision_cases.numbers(seed, shape, dtype, most=1))
 
 
 def described(f, *operands):
