@@ -29,6 +29,8 @@ PLAIN = (((2,), (0,)), ((), ()))
 X, W, S = jnp.ones((6, 4)), jnp.ones((2, 4, 5)), jnp.array([2, 3])
 TOKENS, SIZES, BIAS = jnp.ones((8, 4)), jnp.array([3, 0, 4, 0]), jnp.ones((4, 4))
 EXPERTS = GATE, UP, DOWN = jnp.ones((4, 4, 4)), jnp.ones((4, 4, 4)), jnp.ones((4, 4, 8))
+Y, V = jnp.ones((5, 6)), jnp.ones((6, 8))
+MLP, GATED = (Y, V, None, V.T, None), (Y, V, V, V.T)
 
 
 def numbers(contracting, *ragged, groups=()):
@@ -94,6 +96,21 @@ WRONG = [
     ("moe_mlp", (TOKENS, *EXPERTS, SIZES), {"determinism": "batch"}, NotImplementedError, 'takes activation=None or "relu"'),
     ("moe_mlp", (TOKENS, *EXPERTS, SIZES), {"in_shardings": (P(), P())}, ValueError, "must be a triple"),
     ("moe_mlp", (TOKENS.astype(int), *(w.astype(int) for w in EXPERTS), SIZES), {}, NotImplementedError, "with a result of int32 activation is None"),
+    ("linear", (X, UP[0]), {"activation": 3}, ValueError, "or a function of an array, got 3"),
+    ("linear", (X, UP[0]), {"activation": lambda z: z.sum(0)}, ValueError, "activation must be elementwise"),
+    ("linear", (X, UP[0]), {"activation": "silu", "determinism": "batch"}, NotImplementedError, "with determinism='batch' activ"),
+    ("mlp", MLP, {"activation": "elu"}, ValueError, "activation must be one of relu, gelu, silu"),
+    ("mlp", MLP, {"activation": None}, ValueError, "activation must be a name or a function, got None"),
+    ("mlp", MLP, {"activation": "gelu", "alpha": 2.0}, TypeError, "got an unexpected keyword argument 'alpha'"),
+    ("mlp", MLP, {"activation": "gelu", "in_shardings": (P(), P())}, ValueError, "in_shardings must be a triple"),
+    ("mlp", (Y, V[:5], None, V.T, None), {"activation": "gelu"}, ValueError, "mlp (x @ w_in): w_in has k=5 but x has k=6"),
+    ("mlp", (Y, V.T, None, V.T, None), {"activation": "gelu"}, ValueError, "pass w_in.T if it is stored (n, k)"),
+    ("mlp", (Y[0, 0], V, None, V.T, None), {"activation": "gelu"}, TypeError, "x must have at least 2 dimensions, got 0"),
+    ("gated_mlp", GATED, {"axis_name": "model"}, ValueError, "gated_mlp: works on the shards inside shard_map"),
+    ("gated_mlp", GATED, {"determinism": "batch"}, NotImplementedError, 'determinism must be "run_to_run"'),
+    ("gated_mlp", (Y, V, V[:5], V.T), {}, ValueError, "gated_mlp (x @ w_up): w_up has k=5 but x has k=6"),
+    ("gated_mlp", (Y, V, V[:, :7], V.T), {}, ValueError, "gated_mlp: w_up must have w_gate's shape (6, 8), got (6, 7)"),
+    ("gated_mlp", (Y, V, V, V.T[:7]), {}, ValueError, "gated_mlp (hidden @ w_down): w_down has k=7 but hidden has k=8"),
     ("audit", (ROWS,), {}, TypeError, "audit: takes a function, got ndarray; write audit(fn)(*args)"),
     ("audit", (jnp.sin, ROWS), {"vary": "rows"}, ValueError, '"batch", "mesh" or "processes", got \'rows\''),
     ("audit", (jnp.sin, ROWS), {"vary": "mesh", "batch_argnums": 0}, ValueError, 'batch_argnums is for vary="batch"'),
@@ -111,7 +128,7 @@ WRONG = [
 def check_refused(call, function, exception, message):
     with pytest.raises(exception) as raised:
         call()
-    assert str(raised.value).startswith((f"{function}: ", f"{function}() "))
+    assert str(raised.value).startswith((f"{function}: ", f"{function}() ", f"{function} ("))
     for part in message.split(" ... "):
         assert part in str(raised.value)
 
