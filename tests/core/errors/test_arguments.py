@@ -27,6 +27,7 @@ CALLS = {
 }
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
 @pytest.mark.parametrize("name", CALLS)
 def test_operands_without_a_mesh_are_whole_on_the_explicit_mesh(name, make, mesh_of, rng):
@@ -78,6 +79,7 @@ WAYS = {
 }
 
 
+@pytest.mark.small("values", of=lambda dtype, **specs: (dtype, str(specs)))
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize(("a_spec", "b_spec", "out"), WAYS.values(), ids=WAYS)
 def test_integers_are_summed_over_devices_modulo_their_type(a_spec, b_spec, out, dtype, mesh_of, rng):

@@ -350,6 +350,7 @@ def test_operands_and_calls_of_two_meshes():
 OTHER_MESHES = {"wider": (slice(4), "{'x': 4}"), "in another order": (slice(1, None, -1), "a mesh of devices [1, 0]")}
 
 
+@pytest.mark.small("values", of=lambda axis_type, argument, devices, message: ((axis_type, argument), message))
 @pytest.mark.parametrize(("devices", "message"), OTHER_MESHES.values(), ids=OTHER_MESHES)
 @pytest.mark.parametrize("argument", ["mesh", "in_shardings", "out_sharding"])
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)

@@ -151,6 +151,7 @@ BATCHED = {
 }
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("name", BATCHED)
 @pytest.mark.parametrize("spec", [P("x", "y"), P("x", None, "y"), P("x")])
 def test_vmap_over_an_explicit_axis(name, spec):

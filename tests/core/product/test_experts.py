@@ -45,6 +45,7 @@ def operands():
     return integers((M, K)), integers((GROUPS, K, N), 1)
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize(("ndevices", "kind"), [(2, AxisType.Auto), (4, AxisType.Explicit)], ids=str)
 @pytest.mark.parametrize("case", SIZES)
 def test_derivatives(case, ndevices, kind):

@@ -255,6 +255,7 @@ def _strong(z):
     return z * jnp.float32(2)
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("activation", [*activations.FUNCTIONS, jax.nn.gelu, jax.nn.softplus, _strong])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_activations_of_weak_products_are_weak_as_in_jax(activation, has_bias, standard_promotion):

@@ -100,6 +100,7 @@ def test_scales_in_shard_map_and_with_in_shardings(case, rng):
 PLAIN = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
 
 
+@pytest.mark.small("values", of=lambda out, dtype_a, dtype_b: (out, (dtype_a, dtype_b)))
 @pytest.mark.parametrize(("dtype_a", "dtype_b"), PLAIN, ids=lambda t: t.name)
 @pytest.mark.parametrize("out", ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
 def test_every_combination_of_types(out, dtype_a, dtype_b, rng):

@@ -100,6 +100,7 @@ CALLS = {
 }
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("axis_type", [None, AxisType.Explicit, AxisType.Auto], ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_the_call_has_one_array_twice(name, axis_type, rng):

@@ -67,6 +67,7 @@ def test_a_product_and_its_gradients(mode, case, dtype):
     assert found or case.pattern in ("local", "all_reduce") or mode.id == "partitioner"
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("scales", [pytest.param(mode, id=mode.id) for mode in SCALE_MODES])
 @pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME["ag"], cases.BY_NAME["ag-transposed"]]))
 def test_a_product_with_scales(case, scales):
