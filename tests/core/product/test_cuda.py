@@ -203,20 +203,6 @@ def test_one_rank_needs_no_devices(required):
     assert {primitive.name for primitive in required} == {"jaxmp_partitioned_matmul"}  # may have several ranks
 
 
-@pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
-def test_an_all_reduce_reaches_the_library_in_its_one_form(sharded, transposition):
-    """The library's form is TN; other forms are copied, or scattered and gathered. C is added after the sum."""
-    ta, tb = (letter == "T" for letter in transposition)
-    a = sharded((16, 8), "y", None) if ta else sharded((8, 16), None, "y")
-    b = sharded((12, 16), None, "y") if tb else sharded((16, 12), "y", None)
-    f = functools.partial(ask, out_sharding=P(None, None), transpose_a=ta, transpose_b=tb)
-    (line,) = texts(f, a, b)
-    assert ('pattern = "all_reduce"' in line) == ('trans_a = "T"' in line and 'trans_b = "N"' in line)
-    assert 'pattern = "all_reduce"' in line or 'pattern = "reduce_scatter"' in line
-    (line,) = texts(functools.partial(f, beta=2.0), a, b, sharded((8, 12)))
-    assert 'dtype_c = "f32"' in line
-
-
 @pytest.mark.parametrize("shapes", [((8, 0), (0, 12)), ((0, 16), (16, 12))], ids=["k", "m"])
 def test_nothing_to_multiply_is_no_call(shapes):
     a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)

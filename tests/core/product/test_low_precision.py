@@ -7,7 +7,6 @@ import bounds
 import cases
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import modes
 import numpy as np
 import pytest

@@ -112,14 +112,6 @@ def test_explain_says_what_a_traced_scalar_changes():
     assert (row.why, row.epilog) == ("CPU devices of one process", "GELU"), "a number stays in the call"
 
 
-def test_one_program_serves_every_value():
-    a = jnp.ones((4, 4))
-    f = jax.jit(lambda alpha: jaxmp.matmul(a, a, alpha=alpha))
-    for alpha in (0.0, 1.0, 2.5):
-        np.testing.assert_array_equal(np.asarray(f(jnp.float32(alpha))), np.full((4, 4), 4 * alpha))
-    assert f._cache_size() == 1
-
-
 @pytest.mark.small("values")
 @pytest.mark.parametrize("is_jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=lambda kind: kind.name)

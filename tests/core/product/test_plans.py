@@ -288,3 +288,29 @@ def test_processes_and_other_platforms_communicate_through_xla():
         choose(collective.replace(implementation="host"))
     with pytest.raises(NotImplementedError, match="\"cublasmp\" is not available on platform 'rocm', it serves CUDA"):
         choose(collective.replace(implementation="cublasmp"), platform="rocm")
+
+
+def test_long_rows_are_multiplied_by_xla(mesh_of):
+    """hostmp counts in 32 bits; this limits the extents that the ranks of a group have together, too."""
+    mesh, long = mesh_of({"x": 4}), 2**31
+
+    def layer(x, w, bias):
+        return jaxmp.linear(x, w, bias, activation="gelu").sum()
+
+    def explained(fn, *operands, specs=(None, None, None)):
+        shardings = [spec if spec is None else NamedSharding(mesh, spec) for spec in specs]
+        types = [jax.ShapeDtypeStruct(x, np.float32, sharding=s) for x, s in zip(operands, shardings, strict=False)]
+        jax.jit(fn).lower(*types)
+        return [(row.implementation, row.why.partition(",")[0]) for row in jaxmp.explain(fn, quiet=True)(*types).rows]
+
+    xla = ("xla", "hostmp counts in 32 bits")
+    assert explained(jaxmp.matmul, (2, long - 1), (long - 1, 2)) == [("host", "CPU devices of one process")]
+    assert explained(jaxmp.matmul, (2, long), (long, 2)) == [xla]
+    assert explained(functools.partial(jaxmp.matmul, transpose_a=True), (long, 2), (long, 2)) == [xla]
+    assert explained(jaxmp.matmul, (2, 2), (2, long)) == [xla]
+    assert explained(jaxmp.matmul, (2**16, 2**16, 2), (2, 2)) == [xla]
+    assert explained(jax.grad(layer, (0, 1, 2)), (long, 2), (2, 2), (2,)) == [xla] * 3
+    with jax.set_mesh(mesh):
+        reduced = functools.partial(jaxmp.matmul, out_sharding=P("x", None))
+        assert explained(reduced, (4, long), (long, 2), specs=(P(None, "x"), P("x", None))) == [xla]
+        assert explained(jaxmp.matmul, (long, 2), (2, 2), specs=(P("x", None), P(None, None)))[0][0] == "host"
