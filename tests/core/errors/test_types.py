@@ -150,7 +150,8 @@ MIXED = (("int32", "float32"), ("bool", "bfloat16"), ("int8", "float32"), ("int8
 
 def test_values_of_pairs(standard_promotion):
     some = [(a, b, (None, *NAMES)[i % (1 + len(NAMES))]) for i, (a, b) in enumerate(itertools.product(NAMES, NAMES))]
-    combinations = [(a, a, out) for a in USED for out in (None, *USED)] + [(*pair, None) for pair in MIXED] + some[::5]
+    combinations = [(a, a, out) for i, a in enumerate(USED) for out in (None, *USED[i % 2 :: 2])]
+    combinations += [*((*pair, None) for pair in MIXED), *some[::10]]
     types = {name: jax.ShapeDtypeStruct((4, 4), name) for name in NAMES}
     known = types_of(jnp.matmul, combinations, types)
     combinations = [
@@ -158,7 +159,7 @@ def test_values_of_pairs(standard_promotion):
         for case, found in zip(combinations, known, strict=True)
         if not isinstance(found, type) and is_compiled(*case, found[0])
     ]
-    assert len(combinations) > 200
+    assert len(combinations) > 100
     bits = np.arange(16).reshape(4, 4) % 3 % 2
     x = {name: jnp.asarray(bits + (name == "float8_e8m0fnu")).astype(name) for name in NAMES}
 

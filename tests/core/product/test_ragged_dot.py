@@ -1,6 +1,6 @@
-"""`ragged_dot` against a loop of `jnp` products, `ragged_dot_general` against lax, exactly, on small integers. Without these
-tests, rows could meet another group's matrix, weights of a group without rows could reach the result, and dimensions
-could be folded or restored in another order than lax's."""
+"""`ragged_dot` against a loop of `jnp` products, `ragged_dot_general` against lax, exactly, on small integers.
+Without these tests, rows could meet another group's matrix, weights of a group without rows could reach the result, and
+dimensions could be folded or restored in another order than lax's."""
 
 import functools
 
