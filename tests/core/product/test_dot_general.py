@@ -108,10 +108,6 @@ class Layout:
         """Returns (indices, sharding) of lhs, rhs and the result."""
         return zip(self.subscripts.replace("->", ",").split(","), (self.lhs, self.rhs, self.out), strict=True)
 
-    @property
-    def is_batch(self):
-        return bool(numbers_of(self.subscripts)[0][1][0])
-
     def values(self, rng):
         return [integers(rng, *(8 for _ in letters)) for letters, _ in list(self.operands)[:2]]
 
@@ -146,10 +142,8 @@ LAYOUTS = (
 MESH = cases.BY_NAME["local"]
 
 
-def product_of(layout, function="dot_general", **options):
+def product_of(layout, **options):
     numbers, order = numbers_of(layout.subscripts)
-    if function == "einsum":
-        return lambda a, b: jaxmp.einsum(layout.subscripts, a, b, out_sharding=layout.out, **options)
     assert order == layout.subscripts.split("->")[1], "the result's indices are in dot_general's order"
     return lambda a, b: jaxmp.dot_general(a, b, numbers, out_sharding=layout.out, **options)
 
@@ -168,7 +162,8 @@ def check(layout, got, values):
 def test_explicit_axes(layout, rng):
     values, mesh = layout.values(rng), MESH.jax_mesh()
     with jax.set_mesh(mesh):
-        f = product_of(layout, implementation="host" if layout.is_batch else None)  # default: XLA's (test_batches)
+        has_batch = bool(numbers_of(layout.subscripts)[0][1][0])
+        f = product_of(layout, implementation="host" if has_batch else None)  # default: XLA's (test_batches)
         arguments = placed(mesh, layout, values)
         compiled = jax.jit(f).lower(*arguments).compile()
         check(layout, compiled(*arguments), values)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from low_precision_cases import F32, IMPLEMENTATIONS, PATTERNS, by_name, powers, small
+from low_precision_cases import F32, IMPLEMENTATIONS, PATTERNS, by_name, make_scale, powers, scaled, small
 
 import jaxmp
 from jaxmp import Epilog, Scaling, testing
@@ -23,20 +23,12 @@ KINDS = (("rows", "rows"), ("rows", "scalar"), ("none", "rows"), ("scalar", "sca
 WAYS = modes.pairs(modes.MODES, by_name("local", "ag", "rs", "ar", "grid", "ag-transposed", "rs-transposed"))
 
 
-def scale_of(kind, rows, rng):
-    return {"none": None, "scalar": powers(rng, ()), "rows": powers(rng, (rows,))}[kind]
-
-
-def factor(scale, along):
-    return 1 if scale is None else scale if np.ndim(scale) == 0 else np.expand_dims(scale, 1 - along)
-
-
 def drawn(case, kinds, rng):
     """Returns stored operands, their scales, and the product; scales are powers of two, so every step is exact."""
     (m, n, k), values = case.extents, functools.partial(rng.integers, -128, 128, dtype=np.int8)
     a, b = values((m, k)), values((k, n))
-    scales = [scale_of(kind, rows, rng) for kind, rows in zip(kinds, (m, n), strict=True)]
-    want = (a.astype(np.int32) @ b.astype(np.int32)).astype(np.float32) * factor(scales[0], 0) * factor(scales[1], 1)
+    scales = [make_scale(rng, kind, (rows, k)) for kind, rows in zip(kinds, (m, n), strict=True)]
+    want = (scaled(a, scales[0]) @ scaled(b.T, scales[1]).T).astype(np.float32)
     stored = [np.ascontiguousarray(x.T) if t == "T" else x for x, t in zip((a, b), case.transposition, strict=True)]
     return *stored, *scales, want
 

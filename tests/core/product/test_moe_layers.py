@@ -41,12 +41,8 @@ def dense(params, x, top_k, scores, normalize):
     return y.reshape(x.shape), EXPERTS * (chosen.mean(0) / top_k * part).sum()
 
 
-def flax_layer(**options):
-    return nnx.split(jaxmp.flax.MoE(WIDTH, HIDDEN, num_experts=EXPERTS, rngs=nnx.Rngs(0), **options))
-
-
 def of_flax(params, x, **options):
-    graph, state = flax_layer(**options)
+    graph, state = nnx.split(jaxmp.flax.MoE(WIDTH, HIDDEN, num_experts=EXPERTS, rngs=nnx.Rngs(0), **options))
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)(x)
 
