@@ -133,16 +133,11 @@ def test_leading_dimensions(rng):
     mesh = case.jax_mesh(AxisType.Explicit)
     a, b = small(rng, (2, 64, 64), E4M3), small(rng, (32, 64), E4M3)
     scale_a, scale_b = powers(rng, (2, 64)), powers(rng, (32,))
+    options = {"out_sharding": P(None, "y", None), **TN, **F32}
+    specs = P(None, None, "y"), P(None, "y"), P(), P()
     with jax.set_mesh(mesh):
-        placed = [
-            cases.put(x, mesh, P(*spec))
-            for x, spec in ((a, (None, None, "y")), (b, (None, "y")), (scale_a, ()), (scale_b, ()))
-        ]
-        d = jax.jit(
-            lambda a, b, s, t: jaxmp.matmul(
-                a, b, scaling=Scaling(a=s, b=t), out_sharding=P(None, "y", None), **TN, **F32
-            )
-        )(*placed)
+        placed = [cases.put(x, mesh, spec) for x, spec in zip((a, b, scale_a, scale_b), specs, strict=True)]
+        d = jax.jit(lambda a, b, s, t: jaxmp.matmul(a, b, scaling=Scaling(a=s, b=t), **options))(*placed)
     want = np.einsum("bmk,nk->bmn", a.astype(np.float32) * scale_a[..., None], b.astype(np.float32) * scale_b[:, None])
     np.testing.assert_array_equal(d, want)
 

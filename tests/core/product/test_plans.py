@@ -65,7 +65,7 @@ def check_plan(plan, devices, out):
         assert {p[1] for p in row_parts} == {p[0] for p in col_parts} or plan.pattern == Pattern.GRID, (plan, device)
 
 
-@pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
+@pytest.mark.parametrize("transposition", ["NN", "TT"])
 def test_every_proposal_is_planned_consistently(transposition):
     flags = {"transpose_a": transposition[0] == "T", "transpose_b": transposition[1] == "T"}
     devices = [{"x": i, "y": j} for i in range(2) for j in range(2)]
