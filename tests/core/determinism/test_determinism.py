@@ -67,13 +67,9 @@ def test_a_mapped_batch_has_the_bits_of_its_members():
     a, b = testing.draw(0, (5, 7, 65), "float32"), testing.draw(1, (5, 65, 9), "float32")
     product = functools.partial(jaxmp.matmul, determinism="batch")
     for axes in ((0, None), (None, 0), (0, 0)):
-        members = [
-            product(*(x[i] if axis == 0 else x[0] for x, axis in zip((a, b), axes, strict=True))) for i in range(5)
-        ]
-        mapped = jax.jit(jax.vmap(product, axes))(
-            *(x if axis == 0 else x[0] for x, axis in zip((a, b), axes, strict=True))
-        )
-        testing.assert_bitwise_equal(mapped, np.stack(members), str(axes))
+        given = [x if axis == 0 else x[0] for x, axis in zip((a, b), axes, strict=True)]
+        members = [product(*(x[i] if axis == 0 else x for x, axis in zip(given, axes, strict=True))) for i in range(5)]
+        testing.assert_bitwise_equal(jax.jit(jax.vmap(product, axes))(*given), np.stack(members), str(axes))
 
 
 def test_the_gradient_in_the_rows_keeps_the_level():
@@ -225,9 +221,8 @@ def test_a_softmax_ends_in_exactly_one(level, recomputed):
     case = cases.BY_NAME["rs"].replace(per_shard=(7, 5, 33), dtype="bfloat16")
 
     with EXPLICIT.scope(case):
-        a, b = (
-            EXPLICIT.put(case, x, s) for x, s in zip(case.values(np.random.default_rng(0)), case.stored, strict=True)
-        )
+        pairs = zip(case.values(np.random.default_rng(0)), case.stored, strict=True)
+        a, b = (EXPLICIT.put(case, x, spec) for x, spec in pairs)
         product = EXPLICIT.product(case, determinism=level, alpha=0.3)
         f = jax.checkpoint(product) if recomputed else product
         ones, zeros = jax.jit(functools.partial(end_of_softmax, f, product))(a, b)

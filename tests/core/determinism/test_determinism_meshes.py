@@ -111,16 +111,14 @@ def test_a_mlp_has_the_bits_of_one_device(activation):
     specs = rows, P(None, "model"), P("model"), P("model", None), P(None)
 
     def gradients(out, *operands):
-        y, pullback = jax.vjp(
-            lambda *args: jaxmp.mlp(*args, activation=activation, determinism="topology", out_sharding=out), *operands
-        )
+        layer = functools.partial(jaxmp.mlp, activation=activation, determinism="topology", out_sharding=out)
+        y, pullback = jax.vjp(layer, *operands)
         return y, pullback(y)
 
     want = jax.jit(functools.partial(gradients, None))(*operands)
     with jax.set_mesh(mesh):
-        got = jax.jit(functools.partial(gradients, rows))(
-            *(cases.put(x, mesh, spec) for x, spec in zip(operands, specs, strict=True))
-        )
+        placed = [cases.put(x, mesh, spec) for x, spec in zip(operands, specs, strict=True)]
+        got = jax.jit(functools.partial(gradients, rows))(*placed)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         testing.assert_bitwise_equal(x, y)
 
@@ -231,11 +229,8 @@ def test_gradients_under_the_partitioner_do_not_know_the_mesh():
     case = cases.BY_NAME["ar-data"].replace(per_shard=(5, 6, 12))
     mode = modes.BY_ID["partitioner"]
     m, n, _ = case.extents
-    operands = (
-        *case.values(np.random.default_rng(0)),
-        testing.draw(0, (m, n), "float32"),
-        testing.draw(1, (n,), "float32"),
-    )
+    more = (testing.draw(i, shape, "float32") for i, shape in enumerate(((m, n), (n,))))
+    operands = (*case.values(np.random.default_rng(0)), *more)
 
     def program(f, a, b, w, bias):
         d, pullback = jax.vjp(lambda a, b, bias: f(a, b, None, bias), a, b, bias)
@@ -297,9 +292,7 @@ def test_what_cannot_keep_the_level_is_refused_by_name():
 
     def gradient(call, specs, out, check_vma=True):
         mapped = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
-        return jax.grad(lambda a, b: jnp.sum(mapped(a, b)), (0, 1))(
-            jnp.ones((8, 8), "float32"), jnp.ones((8, 8), "float32")
-        )
+        return jax.grad(lambda a, b: jnp.sum(mapped(a, b)), (0, 1))(*[jnp.ones((8, 8), "float32")] * 2)
 
     with pytest.raises(NotImplementedError, match='"topology" has no gradients under shard_map with check_vma=False'):
         gradient(functools.partial(jaxmp.matmul, **level), (P("x"), P()), P("x"), check_vma=False)
