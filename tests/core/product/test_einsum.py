@@ -62,18 +62,19 @@ def test_a_number_is_an_operand(rng, standard_promotion):
 
 
 THREE = "ij,jk,kl->il"
+LAST_X, LAST_Y = P(None, "x"), P(None, "y")
 # On a mesh of 2 x 2: subscripts, (shape, sharding) of each operand, and the result's sharding, asked for or not.
 PLACED = {
-    "diagonal on one axis": ("iij,jk->ik", [((4, 4, 6), P("x")), ((6, 8), P(None, "y"))], None, P("x", "y")),
-    "diagonal on the other": ("iij,jk->ik", [((4, 4, 6), P(None, "x")), ((6, 8), P())], None, P("x", None)),
+    "diagonal on one axis": ("iij,jk->ik", [((4, 4, 6), P("x")), ((6, 8), LAST_Y)], None, P("x", "y")),
+    "diagonal on the other": ("iij,jk->ik", [((4, 4, 6), LAST_X), ((6, 8), P())], None, P("x", None)),
     "diagonal ahead of a sum": ("iij,jk->ik", [((4, 4, 6), P(None, None, "x")), ((6, 8), P("x"))], P(), P(None, None)),
     "sum over an axis": ("ij,kl->il", [((4, 6), P("x", "y")), ((6, 8), P())], None, P("x", None)),
-    "three": (THREE, [((4, 6), P("x")), ((6, 8), P()), ((8, 6), P(None, "y"))], None, P("x", "y")),
-    "three, the last reduced": (THREE, [((2, 6), P()), ((6, 8), P(None, "x")), ((8, 90), P("x"))], P("y"), P("y", None)),
-    "three, the first reduced": (THREE, [((4, 6), P(None, "x")), ((6, 2), P("x")), ((2, 90), P(None, "y"))], P(None, "y"), P(None, "y")),
-    "three, the first scattered": (THREE, [((4, 6), P(None, "x")), ((6, 2), P("x")), ((2, 90), P())], P("x"), P("x", None)),
-    "three, each reduced": (THREE, [((4, 6), P(None, "x")), ((6, 2), P("x", "y")), ((2, 90), P("y"))], P(), P(None, None)),
-    "three of one axis twice": (THREE, [((4, 6), P("x")), ((6, 2), P(None, "x")), ((2, 90), P("x"))], P("x"), P("x", None)),
+    "three": (THREE, [((4, 6), P("x")), ((6, 8), P()), ((8, 6), LAST_Y)], None, P("x", "y")),
+    "the last reduced": (THREE, [((2, 6), P()), ((6, 8), LAST_X), ((8, 90), P("x"))], P("y"), P("y", None)),
+    "the first reduced": (THREE, [((4, 6), LAST_X), ((6, 2), P("x")), ((2, 90), LAST_Y)], LAST_Y, LAST_Y),
+    "the first scattered": (THREE, [((4, 6), LAST_X), ((6, 2), P("x")), ((2, 90), P())], P("x"), P("x", None)),
+    "each reduced": (THREE, [((4, 6), LAST_X), ((6, 2), P("x", "y")), ((2, 90), P("y"))], P(), P(None, None)),
+    "one axis twice": (THREE, [((4, 6), P("x")), ((6, 2), LAST_X), ((2, 90), P("x"))], P("x"), P("x", None)),
     "one": ("ij->ji", [((4, 6), P("x"))], P("y", "x"), P("y", "x")),
 }  # fmt: skip
 
