@@ -263,9 +263,7 @@ def test_wrong_layouts(call, function, exception, message):
 # id: (subscripts, specs of lhs, rhs and the result, message)
 WRONG_SHARDINGS = {
     "contraction without out_sharding": ("bsd,dhk->bshk", P(None, None, "x"), P("x"), None, "dot_general: the contraction is sharded over axis 'x' and it is ambiguous how the result should be sharded; pass out_sharding"),
-    "contractions disagree": ("bsd,dhk->bshk", P(None, None, "x"), P("y"), None, "dot_general: the contraction is sharded over axis 'x' in lhs and 'y' in rhs and it is ambiguous how the result should be sharded"),
     "batches disagree": ("bmk,bkn->bmn", P("x"), P("y"), None, "dot_general: batch dimension 0 of lhs is sharded over 'x' but dimension 0 of rhs over 'y'; pass out_sharding, or reshard one of them"),
-    "rows and columns on one axis": ("bsd,dhk->bshk", P(None, "x"), P(None, None, "x"), None, "dot_general: rows of lhs and columns of rhs are both sharded over axis 'x'"),
     "not divided": ("bsd,dhk->bshk", P(), P(), P(None, None, None, ("x", "y")), "dot_general: dimension 3 of the result has extent 2, which axis ('x', 'y') of size 4 does not divide"),
 }  # fmt: skip
 

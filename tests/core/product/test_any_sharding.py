@@ -97,24 +97,31 @@ def test_types_are_those_of_jnp(request, mesh_name, name):
     assert seen == {True, False}
 
 
-def test_moves_between_all_shardings_on_axes_of_unequal_sizes():
+EVERY = [*shardings(2, ("x", "y")), P(("y", "x"), None), P(None, ("y", "x"))]
+
+
+def unequal_mesh():
+    return jax.make_mesh((2, 3), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:6])
+
+
+@pytest.mark.parametrize("have", EVERY, ids=str)
+def test_moves_between_all_shardings_on_axes_of_unequal_sizes(have):
     """XLA aborts if some of these moves are done in one step."""
-    mesh = jax.make_mesh((2, 3), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:6])
-    every = [*shardings(2, ("x", "y")), P(("y", "x"), None), P(None, ("y", "x"))]
-    x = np.asarray(integers((12, 12)))
+    mesh, x = unequal_mesh(), np.asarray(integers((12, 12)))
+    move = functools.partial(meshes.reshard, mesh=mesh, have=have, is_explicit=True)
     with jax.set_mesh(mesh):
-        for have in every:
-            move = functools.partial(meshes.reshard, mesh=mesh, have=have, is_explicit=True)
-            moved = jax.jit(lambda x, move=move: [move(x, want=want) for want in every])(
-                jax.device_put(x, NamedSharding(mesh, have))
-            )
-            for got, want in zip(moved, every, strict=True):
-                assert got.sharding.is_equivalent_to(NamedSharding(mesh, want), 2)
-                np.testing.assert_array_equal(np.asarray(got), x)
-        a, b = (P(("y", "x"), None), P("y", "x"))
-        product = functools.partial(jaxmp.matmul, transpose_b=True, out_sharding=P("x", "y"))
-        d = product(*(jax.device_put(x.astype(np.int8), NamedSharding(mesh, spec)) for spec in (a, b)))
-        np.testing.assert_array_equal(np.asarray(d), x.astype(np.int8) @ x.astype(np.int8).T)
+        there = jax.device_put(x, NamedSharding(mesh, have))
+        for got, want in zip(jax.jit(lambda x: [move(x, want=want) for want in EVERY])(there), EVERY, strict=True):
+            assert got.sharding.is_equivalent_to(NamedSharding(mesh, want), 2)
+            np.testing.assert_array_equal(np.asarray(got), x)
+
+
+def test_a_product_on_axes_of_unequal_sizes():
+    mesh, x = unequal_mesh(), np.asarray(integers((12, 12), dtype=np.int8))
+    with jax.set_mesh(mesh):
+        a, b = (jax.device_put(x, NamedSharding(mesh, spec)) for spec in (P(("y", "x"), None), P("y", "x")))
+        d = jaxmp.matmul(a, b, transpose_b=True, out_sharding=P("x", "y"))
+        np.testing.assert_array_equal(np.asarray(d), x @ x.T)
 
 
 def test_axes_that_do_not_divide_a_dimension_do_not_split_it():
