@@ -22,13 +22,12 @@ from low_precision_cases import (
     TN,
     by_name,
     make_scale,
-    place_scaled,
     powers,
+    products_of,
     saturated,
     scaled,
-    sharded_call,
     small,
-    spec_of_scale,
+    specs_of_scales,
 )
 
 import jaxmp
@@ -45,15 +44,8 @@ def drawn(case, mode, rng, rows=None):
 
 
 def check_all(todo, axis_type, **options):
-    """Checks products of one layout with scales of many modes, in one program."""
-    mesh = todo[0][0].jax_mesh(axis_type)
-    placed = [place_scaled(mesh, case, *operands) for case, operands, _ in todo]
-
-    def program(placed):
-        return [sharded_call(case, *x, axis_type, **options) for (case, *_), x in zip(todo, placed, strict=True)]
-
-    with jax.set_mesh(mesh):
-        results = jax.jit(program)(placed)
+    """Checks products of one layout with scales of many modes."""
+    results = products_of([(case, operands, options) for case, operands, _ in todo], axis_type)
     for d, (case, _, want) in zip(results, todo, strict=True):
         np.testing.assert_array_equal(d, want, err_msg=case.id)
 
@@ -75,9 +67,7 @@ def test_few_rows_of_several_devices(determinism, case, rng):
 
 
 def call_in_shard_map(case, a, b, scale_a, scale_b, **options):
-    spec_a, spec_b = case.stored
-    given = [(scale_a, spec_a), (scale_b, spec_b)]
-    in_specs = (spec_a, spec_b, *(P() if scale is None else spec_of_scale(scale, spec) for scale, spec in given))
+    in_specs = (*case.stored, *specs_of_scales(case, (scale_a, scale_b)))
     fn = modes.IN_SHARD_MAP[case.pattern](case)
 
     def body(a, b, scale_a, scale_b):

@@ -20,8 +20,8 @@ from low_precision_cases import (
     PATTERNS,
     TN,
     by_name,
-    call_sharded,
     make_scale,
+    products_of,
     saturated,
     scaled,
     small,
@@ -121,7 +121,7 @@ def test_block_scaled_results(kind, name, rng):
     got = {}
     for implementation in IMPLEMENTATIONS:
         options = {"preferred_element_type": dtype, "implementation": implementation, "alpha": 0.125}
-        d, more = call_sharded(case, a, b, scale_a, scale_b, AxisType.Explicit, **options)
+        ((d, more),) = products_of([(case, (a, b, scale_a, scale_b), options)])
         suite.check_replicas(implementation, more["d_out_scale"])
         got[implementation] = np.asarray(d), np.asarray(more["d_out_scale"])
     for host, xla in zip(got["host"], got["xla"], strict=True):
