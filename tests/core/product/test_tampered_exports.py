@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
-SHARES = 8  # every eighth change is tried
+SHARES = 12  # every twelfth change is tried
 # Fields of a spec that this description leaves out.
 ADDED = ("transpose_a", "has_c", "traced", "scales", "group", "implementation", "determinism", "distributions", "other")
 # Values to insert into a description, fitting or not.
