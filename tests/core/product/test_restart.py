@@ -39,7 +39,7 @@ def test_a_second_process_uses_the_cache_and_exported_programs(tmp_path):
 
 
 def test_a_changed_program_is_refused_or_runs():
-    """An exported program is untrusted input: changes of the description that XLA's partitioner passes to a product give
+    """An exported program is untrusted input: changes of the description that XLA passes to a product give
     errors or results, and never crash. (tests/cpp/attribute_fuzz.cc changes the calls' attributes.)"""
     run("tamper")
 
