@@ -162,7 +162,7 @@ def test_a_plain_product_knows_its_batch():
 # jit = eager = recomputed -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.small("values", of=lambda case, epilog, level: ((case, level), (epilog, level)))
+@pytest.mark.small("values", of=lambda case, epilog, level: (case, (epilog, level)))
 @pytest.mark.parametrize("level", ["run_to_run", *LEVELS])
 @pytest.mark.parametrize("epilog", [Epilog.NONE, Epilog.RELU_AUX_BIAS, Epilog.GELU_AUX], ids=lambda e: e.name)
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))

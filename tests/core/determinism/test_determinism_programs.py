@@ -112,6 +112,7 @@ def tensor_types(text: str) -> set[str]:
     return set(re.findall(r"tensor<(?:\d+x)*(b?f\d+|complex<f\d+>)>", values))
 
 
+@pytest.mark.small("values", of=lambda mode, case, dtype, is_wide: ((mode, case), (dtype, is_wide)))
 @pytest.mark.parametrize(("dtype", "is_wide"), WIDTHS, ids=lambda value: {False: "x32", True: "x64"}.get(value, value))
 @pytest.mark.parametrize(("mode", "case"), CALLS)
 def test_no_type_appears_but_the_operands_and_the_accumulators(mode, case, dtype, is_wide):
