@@ -42,7 +42,6 @@ def mesh():
         yield mesh
 
 
-@pytest.mark.small("pairs")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_results_and_gradients(layout, implementation, mesh, rng):
     spec_a, spec_b, out, grid = LAYOUTS[layout]
