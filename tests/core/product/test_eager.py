@@ -105,12 +105,12 @@ OPTIONS = {
 
 def test_options_are_not_mixed_up(operands):
     a, b, _ = operands
-    for turn in range(2):
-        for name, options in OPTIONS.items():
-            f = functools.partial(jaxmp.matmul, **options)
-            jax.tree.map(functools.partial(testing.assert_bitwise_equal, err_msg=name), f(a, b), jax.jit(f)(a, b))
-            assert misses() == len(OPTIONS) - 1 or turn == 0
-    assert misses() == len(OPTIONS) - 1, "JAX keeps a call without options"
+    calls = {name: functools.partial(jaxmp.matmul, **options) for name, options in OPTIONS.items()}
+    want = jax.jit(lambda a, b: {name: f(a, b) for name, f in calls.items()})(a, b)
+    for _ in range(2):
+        for name, f in calls.items():
+            jax.tree.map(functools.partial(testing.assert_bitwise_equal, err_msg=name), f(a, b), want[name])
+        assert misses() == len(OPTIONS) - 1, "JAX keeps a call without options"
 
 
 def test_types_are_not_mixed_up(operands, standard_promotion):
@@ -263,20 +263,19 @@ CONTRACTIONS = {
 
 def test_contractions_are_kept_and_not_mixed_up(operands, monkeypatch):
     a, b, _ = operands
-    kinds = 0
-    for options in ({}, {"determinism": "batch"}, {"implementation": "xla"}, {"precision": "BF16_BF16_F32"}):
-        for f in CONTRACTIONS.values():
-            f = functools.partial(f, **options)
-            testing.assert_bitwise_equal(f(a, b), jax.jit(f)(a, b))
-            kinds += 1
-    kinds -= 2  # matmuls without options, which JAX keeps
+    every = ({}, {"determinism": "batch"}, {"implementation": "xla"}, {"precision": "BF16_BF16_F32"})
+    calls = [functools.partial(f, **options) for options in every for f in CONTRACTIONS.values()]
+    program = jax.jit(lambda a, b: [f(a, b) for f in calls])
+    for f, want in zip(calls, program(a, b), strict=True):
+        testing.assert_bitwise_equal(f(a, b), want)
+    kinds = len(calls) - 2  # two matmuls have no options: JAX keeps those
     assert misses() == kinds
     monkeypatch.setattr(sharded_call.meshes, "place", None)  # nothing is planned again
-    again = [f(b, a) for f in CONTRACTIONS.values()]
+    again = [f(b, a) for f in calls]
     monkeypatch.undo()
     assert misses() == kinds
-    for f, got in zip(CONTRACTIONS.values(), again, strict=True):
-        testing.assert_bitwise_equal(got, jax.jit(f)(b, a))
+    for got, want in zip(again, program(b, a), strict=True):
+        testing.assert_bitwise_equal(got, want)
 
 
 def test_contractions_under_a_mesh_are_judged_each_time(operands):
