@@ -128,7 +128,9 @@ def sharded_call(case, a, b, scale_a, scale_b, axis_type, **options):
     flags = case.transpose | options
     if axis_type == AxisType.Auto:
         flags |= {"in_shardings": case.stored, "mesh": case.jax_mesh(axis_type)}
-    return jaxmp.matmul(a, b, scaling=Scaling(a=scale_a, b=scale_b), out_sharding=case.out, **flags)
+    if scale_a is not None or scale_b is not None:
+        flags["scaling"] = Scaling(a=scale_a, b=scale_b)
+    return jaxmp.matmul(a, b, out_sharding=case.out, **flags)
 
 
 def products_of(calls, axis_type=AxisType.Explicit):

@@ -189,29 +189,19 @@ def test_empty_operands(m, k, implementation):
 
 @pytest.mark.parametrize("case", PATTERNS, ids=lambda case: case.name)
 def test_int8_is_exact(case, rng):
-    mesh, given, want = case.jax_mesh(AxisType.Explicit), [], []
-    todo = [
-        (case.replace(transposition=transposition, per_shard=(3, 5, 7)), {"preferred_element_type": dtype, **options})
-        for transposition in cases.TRANSPOSITIONS
-        for dtype in ("int32", None)
-        for options in ([{"implementation": "host"}, {"implementation": "xla"}] if transposition == "NN" else [{}])
-    ]
-    for each, options in todo:
+    calls, wanted = [], []
+    for transposition, dtype in itertools.product(cases.TRANSPOSITIONS, ("int32", None)):
+        each = case.replace(transposition=transposition, per_shard=(3, 5, 7))
         m, n, k = each.extents
         a, b = rng.integers(-128, 128, (m, k), np.int8), rng.integers(-128, 128, (k, n), np.int8)
-        stored = [np.ascontiguousarray(x.T) if t == "T" else x for x, t in zip((a, b), each.transposition, strict=True)]
-        given.append([cases.put(x, mesh, spec) for x, spec in zip(stored, each.stored, strict=True)])
-        want.append((a.astype(np.int32) @ b.astype(np.int32)).astype(options["preferred_element_type"] or np.int8))
-    with jax.set_mesh(mesh):
-        results = jax.jit(
-            lambda given: [
-                jaxmp.matmul(*x, out_sharding=each.out, **each.transpose, **options)
-                for (each, options), x in zip(todo, given, strict=True)
-            ]
-        )(given)
-    for got, value in zip(results, want, strict=True):
-        assert got.dtype == value.dtype
-        np.testing.assert_array_equal(got, value)
+        stored = [np.ascontiguousarray(x.T) if t == "T" else x for x, t in zip((a, b), transposition, strict=True)]
+        for implementation in IMPLEMENTATIONS if transposition == "NN" else (None,):
+            options = {"preferred_element_type": dtype, "implementation": implementation}
+            calls.append((each, (*stored, None, None), options))
+            wanted.append((a.astype(np.int32) @ b.astype(np.int32)).astype(dtype or np.int8))
+    for got, want in zip(products_of(calls), wanted, strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
