@@ -11,18 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.core.spec.refusal import (
-    InvalidOperands,
-    InvalidSharding,
-    InvalidType,
-    InvalidValue,
-    NoKernel,
-    NoPrecision,
-    NoPromotion,
-    NotAvailable,
-    NotInstalled,
-    Refusal,
-)
+from jaxmp._src.core.spec import refusal
 from jaxmp._src.platform.jax_internals.jax_compat import ShardingTypeError, TypePromotionError
 
 A = jnp.ones((4, 4))
@@ -65,20 +54,20 @@ def test_what_a_gradient_refuses_names_the_function():
 @pytest.mark.parametrize(
     ("kind", "shown"),
     [
-        (InvalidValue, ValueError),
-        (InvalidOperands, TypeError),
-        (InvalidSharding, ShardingTypeError),
-        (NoPrecision, ValueError),
-        (InvalidType, TypeError),
-        (NoKernel, TypeError),
-        (NoPromotion, TypePromotionError),
-        (NotAvailable, NotImplementedError),
-        (NotInstalled, RuntimeError),
+        (refusal.InvalidValue, ValueError),
+        (refusal.InvalidOperands, TypeError),
+        (refusal.InvalidSharding, ShardingTypeError),
+        (refusal.NoPrecision, ValueError),
+        (refusal.InvalidType, TypeError),
+        (refusal.NoKernel, TypeError),
+        (refusal.NoPromotion, TypePromotionError),
+        (refusal.NotAvailable, NotImplementedError),
+        (refusal.NotInstalled, RuntimeError),
     ],
 )
 def test_a_refusal_is_an_error_that_users_know(kind, shown):
     error = kind("{b} is not {a}").of("linear", {"a": "x"})
-    assert isinstance(error, Refusal)
+    assert isinstance(error, refusal.Refusal)
     assert isinstance(error, shown)
     assert repr(kind("no")) == repr(shown("no"))
     assert str(error.of("matmul", {"a": "z", "b": "w"})) == "linear: w is not x", "what is known from inside stays"
