@@ -119,8 +119,7 @@ def test_a_mlp_has_the_bits_of_one_device(activation):
     with jax.set_mesh(mesh):
         placed = [cases.put(x, mesh, spec) for x, spec in zip(operands, specs, strict=True)]
         got = jax.jit(functools.partial(gradients, rows))(*placed)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        testing.assert_bitwise_equal(x, y)
+    jax.tree.map(testing.assert_bitwise_equal, got, want)
 
 
 @pytest.mark.parametrize("axis", ["x", None])
@@ -242,8 +241,7 @@ def test_gradients_under_the_partitioner_do_not_know_the_mesh():
     placed = [mode.put(case, x, spec) for x, spec in zip(operands, specs, strict=True)]
     got = jax.jit(functools.partial(program, mode.product(case, **options)))(*placed)
     assert all(map(np.any, jax.tree.leaves(want)))
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        testing.assert_bitwise_equal(x, y)
+    jax.tree.map(testing.assert_bitwise_equal, got, want)
 
 
 def test_xla_serves_gradients_with_a_bias():

@@ -83,8 +83,7 @@ def test_float8_results_and_gradients_keep_bits_on_any_mesh(name, implementation
         placed = [cases.put(x, mesh, spec) for x, spec in zip((a, b, c, w), specs, strict=True)]
         where = {"out_sharding": case.out, "implementation": implementation}
         got = jax.jit(functools.partial(program, **where))(*placed)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        testing.assert_bitwise_equal(x, y)
+    jax.tree.map(testing.assert_bitwise_equal, got, want)
 
 
 def test_levels_refuse_what_would_be_gathered_with_its_scales(rng):

@@ -106,8 +106,7 @@ def test_the_sums_of_an_operand_that_is_gathered(epilog, summed, other, out, rng
         cotangents = pull(tuple(map(jnp.ones_like, results)))
     d, of_y = (x.T @ y, y) if is_a else (y.T @ x, y)
     wants = (d, x.sum(0), np.ones_like(x) + of_y.sum(1)[:, None], np.broadcast_to(x.sum(1)[:, None], y.shape))
-    for got, want in zip((*results, *cotangents), wants, strict=True):
-        np.testing.assert_array_equal(np.asarray(got), want)
+    jax.tree.map(np.testing.assert_array_equal, (*results, *cotangents), wants)
 
 
 @pytest.mark.parametrize("name", ["ar-data", "local"])

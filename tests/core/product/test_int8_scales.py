@@ -150,8 +150,7 @@ def test_gradients_are_those_of_decoded_operands(rng):
         got = jax.jit(jax.grad(ours, (0, 1, 2, 3)))(*placed)
         (of_a,) = jax.grad(ours, (4,), allow_int=True)(*placed)
     assert of_a.dtype == jax.dtypes.float0
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_array_equal(x, y)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_vmap_folds_rows_with_their_scales(rng):

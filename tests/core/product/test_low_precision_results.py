@@ -124,8 +124,7 @@ def test_block_scaled_results(kind, name, rng):
         ((d, more),) = products_of([(case, (a, b, scale_a, scale_b), options)])
         suite.check_replicas(implementation, more["d_out_scale"])
         got[implementation] = np.asarray(d), np.asarray(more["d_out_scale"])
-    for host, xla in zip(got["host"], got["xla"], strict=True):
-        np.testing.assert_array_equal(host, xla)
+    jax.tree.map(np.testing.assert_array_equal, got["host"], got["xla"])
     stored, scales = got["host"]
     assert scales.dtype == (E8M0 if kind == "mx" else E4M3)
     size = 32 if kind == "mx" else 16
