@@ -138,7 +138,9 @@ def products_of(calls, axis_type=AxisType.Explicit):
     mesh = calls[0][0].jax_mesh(axis_type)
 
     def program(placed):
-        return [sharded_call(case, *x, axis_type, **options) for (case, _, options), x in zip(calls, placed, strict=True)]
+        return [
+            sharded_call(case, *x, axis_type, **options) for (case, _, options), x in zip(calls, placed, strict=True)
+        ]
 
     with jax.set_mesh(mesh):
         return jax.jit(program)([place_scaled(mesh, case, *operands) for case, operands, _ in calls])

@@ -111,7 +111,8 @@ def test_moves_between_all_shardings_on_axes_of_unequal_sizes(have):
     move = functools.partial(meshes.reshard, mesh=mesh, have=have, is_explicit=True)
     with jax.set_mesh(mesh):
         there = jax.device_put(x, NamedSharding(mesh, have))
-        for got, want in zip(jax.jit(lambda x: [move(x, want=want) for want in EVERY])(there), EVERY, strict=True):
+        moved = jax.jit(lambda x: [move(x, want=want) for want in EVERY])(there)
+        for got, want in zip(moved, EVERY, strict=True):
             assert got.sharding.is_equivalent_to(NamedSharding(mesh, want), 2)
             np.testing.assert_array_equal(np.asarray(got), x)
 

@@ -74,7 +74,9 @@ def test_what_is_asked_for_runs_call_by_call(pattern, options, rng):
 
 
 @pytest.mark.small("values")
-@pytest.mark.parametrize("shape", [(3, 5, 7, 9), (4, 33, 65, 17), (0, 2, 3, 4), (2, 0, 3, 4), (2, 3, 0, 4), (2, 3, 4, 0)])
+@pytest.mark.parametrize(
+    "shape", [(3, 5, 7, 9), (4, 33, 65, 17), (0, 2, 3, 4), (2, 0, 3, 4), (2, 3, 0, 4), (2, 3, 4, 0)]
+)
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float8_e5m2"])
 def test_narrow_types_are_one_product_of_ours(dtype, shape, rng):
     batch, m, k, n = shape

@@ -62,9 +62,10 @@ def programs(mode, case, **options):
     return dict(zip(PROGRAMS, ((f, (a, b)), (gradient(0), (a, b, w)), (gradient(1), (a, b, w))), strict=True))
 
 
-CALLS = modes.pairs([modes.BY_ID["explicit"]], [cases.BY_NAME[name] for name in COMPILED])
+EVERY = [cases.BY_NAME[name] for name in COMPILED]
+CALLS = modes.pairs([modes.BY_ID["explicit"]], EVERY)
 # On auto axes XLA chooses the sharding of a replicated operand's gradient, so no gather is needed.
-CALLS += modes.pairs([modes.BY_ID["in_shardings"]], [cases.BY_NAME[name] for name in COMPILED if name != "local-sliced"])
+CALLS += modes.pairs([modes.BY_ID["in_shardings"]], [case for case in EVERY if case.name != "local-sliced"])
 CALLS += modes.pairs([modes.BY_ID["shard_map"]], cases.MATRIX)
 
 

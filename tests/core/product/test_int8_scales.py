@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import modes
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from low_precision_cases import (
     F32,
