@@ -39,7 +39,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "k", "count", "options"), MESHES, ids=str)
+@pytest.mark.parametrize(("dtype", "k", "count", "options"), MESHES)
 def test_bits_do_not_know_the_mesh(dtype, k, count, options):
     """Covers results and gradients of every pattern; k is cut inside the blocks that a bf16 kernel sums at once."""
     assert testing.check_meshes("topology", "host", dtype, (24, 40, k), [count], **options) >= 3
