@@ -227,11 +227,7 @@ TRANSPOSITIONS = ("NN", "NT", "TN", "TT")
 DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
 NEEDS_X64 = ("float64", "complex128")
 ACCUMULATORS = {name: "float32" if name in ("bfloat16", "float16") else name for name in DTYPES}
-_EPILOGS = (
-    "NONE BIAS RELU GELU RELU_BIAS GELU_BIAS RELU_AUX GELU_AUX RELU_AUX_BIAS GELU_AUX_BIAS "
-    "DRELU DRELU_BGRAD DGELU DGELU_BGRAD BGRADA BGRADB"
-)
-EPILOGS = tuple(Epilog[name] for name in _EPILOGS.split())
+EPILOGS = tuple(epilog for epilog in Epilog if epilog != Epilog.ALLREDUCE)
 # None is the default: "host" on CPU devices of one process.
 IMPLEMENTATIONS = (None, "xla")
 

@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def needs_extension(request):
     """Skips tests of products if the compiled extension is absent, unless XLA multiplies (cases.require)."""
-    if request.path.parent.name in ("product", "tools", "fuse", "errors"):
+    if request.path.parent.name in ("product", "determinism", "tools", "fuse", "errors"):
         import cases
 
         params = request.node.callspec.params if hasattr(request.node, "callspec") else {}

@@ -29,12 +29,20 @@ def by_name(*names):
     return [case for case in cases.CASES if case.name in names]
 
 
-PATTERNS = by_name("local", "ag", "ag-data", "ag-transposed", "rs", "rs-data", "rs-transposed", "ar", "ar-data", "grid")
+PATTERNS = by_name("local", "ag-data", "ag-transposed", "rs-data", "rs-transposed", "ar", "grid")
 
 
 def small(rng, shape, dtype):
     """Returns non-zero integers up to 3, which every low-precision type holds."""
     return (rng.integers(1, 4, shape) * rng.choice([-1, 1], shape)).astype(dtype)
+
+
+def numbers(seed, shape, dtype, most=3):
+    """Returns integers up to `most`; absolute values for unsigned types, powers of two for exponent types."""
+    values = np.random.default_rng(seed).integers(-most, most + 1, shape).astype(np.float32)
+    name = jnp.dtype(dtype).name
+    values = np.exp2(values) if "e8m0" in name else abs(values) if name.startswith("uint") else values
+    return values.astype(jnp.dtype(dtype))
 
 
 def powers(rng, shape, dtype=np.float32):
@@ -103,30 +111,36 @@ SCALE_MODES = [
 ]
 
 
-def spec_of_scale(scale, spec):
-    """Returns the sharding of a scale from the sharding `spec` of its operand."""
-    return P(*tuple(spec)[: np.ndim(scale)])
+def specs_of_scales(case, scales):
+    """Returns the shardings of the scales: as the rows of a and the columns of b; P() for scalars."""
+    are_turned = case.transposition[0] == "T", case.transposition[1] == "N"
+    specs = [tuple(spec)[:: -1 if turned else 1] for spec, turned in zip(case.stored, are_turned, strict=True)]
+    return [P(*spec[: np.ndim(scale)]) for scale, spec in zip(scales, specs, strict=True)]
 
 
 def place_scaled(mesh, case, a, b, *scales):
     """Puts the operands and their scales in the case's shardings."""
-    operands = [cases.put(x, mesh, spec) for x, spec in zip((a, b), case.stored, strict=True)]
-    return *operands, *(
-        None if scale is None else cases.put(scale, mesh, spec_of_scale(scale, spec))
-        for scale, spec in zip(scales, case.stored, strict=True)
-    )
+    pairs = zip((a, b, *scales), (*case.stored, *specs_of_scales(case, scales)), strict=True)
+    return [None if x is None else cases.put(x, mesh, spec) for x, spec in pairs]
 
 
 def sharded_call(case, a, b, scale_a, scale_b, axis_type, **options):
     flags = case.transpose | options
     if axis_type == AxisType.Auto:
         flags |= {"in_shardings": case.stored, "mesh": case.jax_mesh(axis_type)}
-    return jaxmp.matmul(a, b, scaling=Scaling(a=scale_a, b=scale_b), out_sharding=case.out, **flags)
+    if scale_a is not None or scale_b is not None:
+        flags["scaling"] = Scaling(a=scale_a, b=scale_b)
+    return jaxmp.matmul(a, b, out_sharding=case.out, **flags)
 
 
-def call_sharded(case, a, b, scale_a, scale_b, axis_type, **options):
-    """Places the arrays, and computes their product in its own program."""
-    mesh = case.jax_mesh(axis_type)
+def products_of(calls, axis_type=AxisType.Explicit):
+    """Returns the products of one layout, for (case, operands and scales, options) each, from one program."""
+    mesh = calls[0][0].jax_mesh(axis_type)
+
+    def program(placed):
+        return [
+            sharded_call(case, *x, axis_type, **options) for (case, _, options), x in zip(calls, placed, strict=True)
+        ]
+
     with jax.set_mesh(mesh):
-        placed = place_scaled(mesh, case, a, b, scale_a, scale_b)
-        return jax.jit(lambda *x: sharded_call(case, *x, axis_type, **options))(*placed)
+        return jax.jit(program)([place_scaled(mesh, case, *operands) for case, operands, _ in calls])

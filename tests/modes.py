@@ -41,7 +41,7 @@ class Mode:
         """True if this mode can express the case."""
         if self.axis_type is None:
             return case.name == "local"
-        if self.product is in_checked_shard_map or self.product is in_unchecked_shard_map:
+        if self.id.startswith("shard_map"):
             return not (case.computes_transposed or case.gathers or case.name == "local-sliced")
         return True
 
@@ -68,46 +68,34 @@ def _inputs(bias, more) -> dict:
     return {"epilog_inputs": inputs} if inputs else {}
 
 
-def with_types(case, **options):
-    """Returns a product that takes shardings from the operands' types."""
-
+def _matmul(case, options, **where):
     def product(a, b, c=None, bias=None, **more):
         flags = case.transpose | case.conjugate | _inputs(bias, more) | options
-        return jaxmp.matmul(a, b, c, out_sharding=case.out, **flags)
+        return jaxmp.matmul(a, b, c, **flags, **where)
 
     return product
+
+
+def with_types(case, **options):
+    """Returns a product that takes shardings from the operands' types."""
+    return _matmul(case, options, out_sharding=case.out)
 
 
 def with_in_shardings(case, **options):
     mesh = case.jax_mesh(AxisType.Auto)
-    return functools.partial(_with_in_shardings, case, mesh, options)
-
-
-def _with_in_shardings(case, mesh, options, a, b, c=None, bias=None, **more):
-    flags = case.transpose | case.conjugate | _inputs(bias, more) | options
-    return jaxmp.matmul(a, b, c, **flags, in_shardings=case.stored, out_sharding=case.out, mesh=mesh)
+    return _matmul(case, options, in_shardings=case.stored, out_sharding=case.out, mesh=mesh)
 
 
 def with_nothing(case, **options):
     """Returns a product for XLA's partitioner, which chooses; `out_sharding` is a constraint."""
-    out = NamedSharding(case.jax_mesh(AxisType.Auto), case.out)
-
-    def product(a, b, c=None, bias=None, **more):
-        flags = case.transpose | case.conjugate | _inputs(bias, more) | options
-        return jaxmp.matmul(a, b, c, **flags, out_sharding=out)
-
-    return product
+    return _matmul(case, options, out_sharding=NamedSharding(case.jax_mesh(AxisType.Auto), case.out))
 
 
-def in_checked_shard_map(case, **options):
-    return _in_shard_map(case, options, check_vma=True)
+def without_mesh(case, **options):
+    return _matmul(case, options)
 
 
-def in_unchecked_shard_map(case, **options):
-    return _in_shard_map(case, options, check_vma=False)
-
-
-def _in_shard_map(case, options, check_vma):
+def in_shard_map(case, check_vma=True, **options):
     fn = IN_SHARD_MAP[case.pattern](case)
     epilog = options.get("epilog", jaxmp.Epilog.NONE) & ~jaxmp.Epilog.ALLREDUCE
     outputs = epilogs.RULES[jaxmp.Epilog(epilog)].outputs
@@ -131,21 +119,14 @@ def _in_shard_map(case, options, check_vma):
     return product
 
 
-def without_mesh(case, **options):
-    def product(a, b, c=None, bias=None, **more):
-        return jaxmp.matmul(a, b, c, **case.transpose, **case.conjugate, **_inputs(bias, more), **options)
-
-    return product
-
-
 MODES = (
     Mode("explicit", with_types, axis_type=AxisType.Explicit),
     Mode("explicit-eager", with_types, is_jitted=False, axis_type=AxisType.Explicit),
     Mode("in_shardings", with_in_shardings),
     Mode("in_shardings-eager", with_in_shardings, is_jitted=False),
     Mode("partitioner", with_nothing),
-    Mode("shard_map", in_checked_shard_map),
-    Mode("shard_map-unchecked", in_unchecked_shard_map),
+    Mode("shard_map", in_shard_map),
+    Mode("shard_map-unchecked", functools.partial(in_shard_map, check_vma=False)),
     Mode("no-mesh", without_mesh, axis_type=None),
     Mode("no-mesh-eager", without_mesh, is_jitted=False, axis_type=None),
 )

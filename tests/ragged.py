@@ -1,5 +1,6 @@
 """Products of groups of rows as a loop of `jnp` products, and values that tests compare with it, exactly."""
 
+import functools
 import itertools
 
 import jax
@@ -43,6 +44,7 @@ def assert_same(got, want):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def derivatives(f, x, w):
     """Returns the value, a tangent, the cotangents, and the cotangents of a function of the cotangents."""
     moved = integers(x.shape, 2, x.dtype), integers(w.shape, 3, w.dtype)

@@ -2,13 +2,16 @@
 
 python restart.py write FOLDER
 python restart.py read FOLDER   prints JSON: for each program, the compilation cache's events, and if results are right
+python restart.py tamper        runs an exported program whose description of a product is changed in many ways
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import pathlib
+import re
 import sys
 
 import conftest  # noqa: F401 (devices)
@@ -118,7 +121,56 @@ def read(folder):
     print(json.dumps(found))
 
 
+SHARES = 12  # every twelfth change is tried
+# Fields of a spec that this description leaves out.
+ADDED = ("transpose_a", "has_c", "traced", "scales", "group", "implementation", "determinism", "distributions", "other")
+# Values to insert into a description, fitting or not.
+VALUES = ("0", "-1", "1", "3", f"{2**62}", "1.5", "null", "true", "[]", "{}", '"x"', '"cpu"', '["x", 3]')
+VALUES += ('[["x", 3]]', '[["x", 4], ["y", 2]]', '{"dtype": "float64"}', '{"dtype": "nothing"}', '{"complex": [1, 2]}')
+
+
+def partitioned(a, b, bias):
+    options = {"epilog": jaxmp.Epilog.RELU_AUX_BIAS, "epilog_inputs": {"bias": bias}}
+    return jaxmp.matmul(a, b, **options, alpha=2.0, precision="highest")[0]
+
+
+def descriptions(text):
+    """Yields (name of the change, changed text): another value for each field of a product, and added fields."""
+    described = re.search(r'@jaxmp_partitioned_matmul.*?backend_config = "(.*?)"[,}]', text)[1]
+    plain = described.replace("\\22", '"')
+    fields = re.findall(r'"(\w+)": (?=("[^"]*"|[-\d.]+|true|false|\[.*?\](?=, "|})|\{.*?\}+))', plain)
+    yield "no JSON", text.replace(described, "nothing")
+    for value in VALUES:
+        changes = [(f"{name}={value}", f'"{name}": {old}', f'"{name}": {value}') for name, old in fields]
+        changes += [(f"added {name}={value}", '"spec": {', f'"spec": {{"{name}": {value}, ') for name in ADDED]
+        for what, old, new in changes:
+            yield what, text.replace(described, plain.replace(old, new).replace('"', "\\22"))
+
+
+def tamper():
+    """Prints the name of each change before trying it, so that the last line names the one that ended the process."""
+    shapes = (8, 12), (12, 8), (8,)
+    sharding = NamedSharding(mesh_of(AxisType.Auto, 4), P("x"))
+    operands = [jax.device_put(np.ones(shape, np.float32), sharding) for shape in shapes]
+    exported = jax.export.export(jax.jit(partitioned), disabled_checks=CHECKS)(*operands)
+    want = np.asarray(exported.call(*operands))
+    refused = 0
+    for what, text in list(descriptions(exported.mlir_module()))[::SHARES]:
+        print("TRYING", what, flush=True)
+        tampered = dataclasses.replace(exported, mlir_module_serialized=text.encode())
+        try:
+            assert np.asarray(jax.jit(tampered.call)(*operands)).shape == want.shape
+        except Exception as error:
+            if "jaxmp" not in str(error) and "hostmp" not in str(error):
+                raise
+            refused += 1
+    np.testing.assert_array_equal(np.asarray(exported.call(*operands)), want)  # no state is left
+    assert refused >= 10
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "tamper":
+        sys.exit(tamper())
     folder = pathlib.Path(sys.argv[2])
     jax.config.update("jax_compilation_cache_dir", str(folder / "cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -229,7 +229,8 @@ def expected(trial: Trial, x: dict[str, np.ndarray], absolute=0.0, underflow=0.0
         d, slope, slope_error = np.maximum(z, 0), (z > 0).astype(float), (np.abs(z) <= z_error).astype(float)
     elif kind == "gelu":
         d, slope = gelu(z), gelu_slope(z)
-        slope_error = 2 * (z_error + kept_error(trial, z))
+        kept = bounds.unit_roundoff(case.dtype) * np.abs(z)  # the rounding of the z that the gradient reads
+        slope_error = 2 * (z_error + kept)
         slope_error = np.where(np.isfinite(z) & (np.abs(z) - slope_error < _FAR), slope_error, 0.0)
     elif trial.epilog in BACKWARD:
         aux = wide.get("gelu_aux")
@@ -238,8 +239,6 @@ def expected(trial: Trial, x: dict[str, np.ndarray], absolute=0.0, underflow=0.0
         d = np.where(slope != 0, z, 0.0) if aux is None else z * slope
         factor = np.abs(slope) if aux is None else np.full(z.shape, 1.2)
         slope_error = np.zeros(z.shape) if aux is None else 8 * u * (1 + np.minimum(np.abs(aux), _FAR))
-    elif z.size and np.iscomplexobj(z):
-        slope_error = np.zeros(z.shape)
     d_scale = 1.2 * size * factor if kind == "gelu" else size * factor
     # gelu is computed in a few steps, and each is rounded; so is z * slope.
     outputs = {"d": Expected(d, 4 * d_scale if kind == "gelu" or "gelu_aux" in x else d_scale)}
@@ -255,11 +254,6 @@ def expected(trial: Trial, x: dict[str, np.ndarray], absolute=0.0, underflow=0.0
         stored = (bounds.unit_roundoff(case.dtype) * np.abs(summed) + underflow).sum(axis) if summed is d else 0.0
         outputs[name] = Expected(summed.sum(axis), scale.sum(axis), stored)
     return outputs, _gradients(trial, x, wide, (a, b, z), slope, slope_error, size, underflow)
-
-
-def kept_error(trial: Trial, z) -> np.ndarray:
-    """Returns the rounding error of the z that gelu's gradient reads, which is stored in the type of D."""
-    return bounds.unit_roundoff(trial.case.dtype) * np.abs(z)
 
 
 def _gradients(trial: Trial, x, wide, product, slope, slope_error, size, underflow) -> dict[str, Expected]:
@@ -317,8 +311,7 @@ def specs(trial: Trial) -> dict[str, P]:
 
 def outputs_of(trial: Trial, x) -> dict:
     """Returns every output of the trial's call on `x`, by name."""
-    if trial.is_aliased:
-        x = x | {"b": x["a"]}
+    x = x | {"b": x["a"]} if trial.is_aliased else x
     scalars = {"alpha": trial.alpha, "beta": trial.beta} | {name: x[name] for name in trial.traced}
     options = {"epilog": trial.epilog, "implementation": trial.implementation, **scalars}
     options |= {} if trial.determinism == "run_to_run" else {"determinism": trial.determinism}

@@ -34,38 +34,24 @@ ROWS = (*range(1, 71), 95, 96, 97, 127, 128, 129, 191, 192, 193, 256)
 
 # "batch" ----------------------------------------------------------------------------------------------------------
 
+EXTENTS = ((1, 1), (2, 40), (31, 8), (1025, 3), (4097, 16), (11008, 1))
+ROW_CASES = [
+    *((dtype, (65, 33), ROWS, Epilog.NONE) for dtype in DTYPES),
+    *((dtype, extents, testing.SOME_ROWS, Epilog.NONE) for dtype, extents in zip(DTYPES, EXTENTS, strict=True)),
+    *(("float32", (33, 17), testing.SOME_ROWS, epilog) for epilog in testing.EPILOGS[1:] + testing.DERIVATIVES),
+    *(("bfloat16", (33, 17), testing.SOME_ROWS, epilog) for epilog in (Epilog.GELU_AUX_BIAS, Epilog.DGELU_BGRAD)),
+]
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_know_its_batch(dtype):
+
+@pytest.mark.parametrize(("dtype", "extents", "counts", "epilog"), ROW_CASES)
+def test_a_row_does_not_know_its_batch(dtype, extents, counts, epilog):
     """Tries every row count up to 70 and around the tiles' edges, at the front and at random places."""
-    cases.require("host")
-    assert testing.check_rows("batch", "host", dtype, (65, 33), ROWS) > len(ROWS)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "epilog"),
-    [
-        *(("float32", epilog) for epilog in testing.EPILOGS[1:] + testing.DERIVATIVES),
-        *(("bfloat16", epilog) for epilog in (Epilog.RELU_AUX_BIAS, Epilog.GELU_AUX_BIAS, Epilog.DGELU_BGRAD)),
-    ],
-)
-def test_a_row_does_not_know_its_batch_under_any_epilog(dtype, epilog):
-    cases.require("host")
-    testing.check_rows("batch", "host", dtype, (33, 17), testing.SOME_ROWS, epilog=epilog)
-
-
-@pytest.mark.small("values")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("k", "n"), [(1, 1), (2, 40), (31, 8), (1025, 3), (4097, 16), (11008, 1)])
-def test_a_row_does_not_know_its_batch_for_any_k(dtype, k, n):
-    cases.require("host")
-    testing.check_rows("batch", "host", dtype, (k, n), (1, 2, 5, 16, 17, 47, 64, 65, 96))
+    assert testing.check_rows("batch", "host", dtype, extents, counts, epilog=epilog) > len(counts)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 def test_xla_gives_the_bits_of_host(dtype, level):
-    cases.require("host")
     testing.check_rows(level, "xla", dtype, (65, 33), testing.SOME_ROWS, epilog=Epilog.BIAS)
     a, b = testing.draw(0, (40, 301), dtype), testing.draw(1, (301, 24), dtype)
     host, xla = (jaxmp.matmul(a, b, determinism=level, implementation=name) for name in testing.IMPLEMENTATIONS)
@@ -73,27 +59,20 @@ def test_xla_gives_the_bits_of_host(dtype, level):
 
 
 def test_columns_depend_on_their_column_of_b_alone():
-    cases.require("host")
     testing.check_columns("batch", "host", "float32", (300, 9), (*range(1, 34), 63, 64, 65, 128, 199, 200))
 
 
 def test_a_mapped_batch_has_the_bits_of_its_members():
     """vmap folds a batch into rows or columns, or makes one call per member."""
-    cases.require("host")
     a, b = testing.draw(0, (5, 7, 65), "float32"), testing.draw(1, (5, 65, 9), "float32")
     product = functools.partial(jaxmp.matmul, determinism="batch")
     for axes in ((0, None), (None, 0), (0, 0)):
-        members = [
-            product(*(x[i] if axis == 0 else x[0] for x, axis in zip((a, b), axes, strict=True))) for i in range(5)
-        ]
-        mapped = jax.jit(jax.vmap(product, axes))(
-            *(x if axis == 0 else x[0] for x, axis in zip((a, b), axes, strict=True))
-        )
-        testing.assert_bitwise_equal(mapped, np.stack(members), str(axes))
+        given = [x if axis == 0 else x[0] for x, axis in zip((a, b), axes, strict=True)]
+        members = [product(*(x[i] if axis == 0 else x for x, axis in zip(given, axes, strict=True))) for i in range(5)]
+        testing.assert_bitwise_equal(jax.jit(jax.vmap(product, axes))(*given), np.stack(members), str(axes))
 
 
 def test_the_gradient_in_the_rows_keeps_the_level():
-    cases.require("host")
     a, b, t = (testing.draw(i, s, "float32") for i, s in enumerate(((70, 33), (33, 65), (70, 65))))
 
     def gradient(a, t):
@@ -116,7 +95,6 @@ NOT_BFLOAT16 = [dtype for dtype in DTYPES if dtype != "bfloat16"]
 @pytest.mark.parametrize("dtype", NOT_BFLOAT16)
 def test_sums_are_made_in_the_written_order(dtype, rows):
     """Compares with numpy: products with 1 are exact, so each step is one addition. Sums of 256 k, then their sum."""
-    cases.require("host")
     accumulator = ACCUMULATORS[dtype]
     a = testing.draw(0, (rows, 2400), dtype)
     k_blocks = [a[:, at : at + K_BLOCK].astype(accumulator) for at in range(0, a.shape[1], K_BLOCK)]
@@ -135,7 +113,6 @@ def test_sums_are_made_in_the_written_order(dtype, rows):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounding_errors_are_those_of_k_blocks(dtype, rows, level):
     """The error is within 256 + k / 256 roundings for numbers of one sign; one accumulator over all of k exceeds it."""
-    cases.require("host")
     k, accumulator = 65536, ACCUMULATORS[dtype]
     a, b = (np.full(shape, x).astype(jnp.dtype(dtype)) for shape, x in (((rows, k), 1.9), ((k, 20), 0.7)))
     got = np.asarray(jaxmp.matmul(a, b, determinism=level, preferred_element_type=accumulator))
@@ -153,7 +130,6 @@ def test_rounding_errors_are_those_of_k_blocks(dtype, rows, level):
 
 def test_the_checks_fail_where_nothing_is_promised():
     """In float64, few rows use another kernel than many, and the BLAS sums k in another order for another mesh."""
-    cases.require("host")
 
     def check():
         for k, n in ((301, 301), (65, 33), (33, 1000), (1000, 5)):
@@ -186,13 +162,12 @@ def test_a_plain_product_knows_its_batch():
 # jit = eager = recomputed -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.small("values", of=lambda case, epilog, level: ((case, level), (epilog, level)))
+@pytest.mark.small("values", of=lambda case, epilog, level: (case, (epilog, level)))
 @pytest.mark.parametrize("level", ["run_to_run", *LEVELS])
 @pytest.mark.parametrize("epilog", [Epilog.NONE, Epilog.RELU_AUX_BIAS, Epilog.GELU_AUX], ids=lambda e: e.name)
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
 def test_every_way_to_run_gives_the_same_bits(case, epilog, level):
     """Runs eager, jit, remat, scan, compiled in advance and twice, with a cold cache and a warm one."""
-    cases.require("host")
     case, rng = case.replace(per_shard=(7, 5, 33)), np.random.default_rng(0)
     with EXPLICIT.scope(case):
         a, b = (EXPLICIT.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True))
@@ -243,13 +218,11 @@ def test_a_softmax_of_plain_arithmetic_does_not_end_in_one():
 @pytest.mark.parametrize("level", ["run_to_run", *LEVELS])
 def test_a_softmax_ends_in_exactly_one(level, recomputed):
     """exp(f(x) - f(x)) is 1: both sides have the same bits, because no compiler contracts our arithmetic."""
-    cases.require("host")
     case = cases.BY_NAME["rs"].replace(per_shard=(7, 5, 33), dtype="bfloat16")
 
     with EXPLICIT.scope(case):
-        a, b = (
-            EXPLICIT.put(case, x, s) for x, s in zip(case.values(np.random.default_rng(0)), case.stored, strict=True)
-        )
+        pairs = zip(case.values(np.random.default_rng(0)), case.stored, strict=True)
+        a, b = (EXPLICIT.put(case, x, spec) for x, spec in pairs)
         product = EXPLICIT.product(case, determinism=level, alpha=0.3)
         f = jax.checkpoint(product) if recomputed else product
         ones, zeros = jax.jit(functools.partial(end_of_softmax, f, product))(a, b)

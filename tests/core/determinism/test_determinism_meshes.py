@@ -25,17 +25,24 @@ pytestmark = pytest.mark.usefixtures("x64")
 DTYPES = testing.DTYPES
 LEVELS = testing.LEVELS
 EXPLICIT = modes.BY_ID["explicit"]
-SOME_LAYOUTS = ("all-gather", "reduce-scatter of columns", "all-reduce", "grid")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "count"), [*(("float32", count) for count in (1, 2, 4)), *((dtype, 8) for dtype in DTYPES)]
-)
-def test_bits_do_not_know_the_mesh(dtype, count):
+SOME = {"only": ("all-gather", "reduce-scatter of columns", "all-reduce", "grid")}
+MESHES = [
+    *(("float32", 200, count, {}) for count in (1, 2, 4)),
+    *((dtype, 200, 8, {} if dtype in ("float32", "bfloat16", "complex64") else SOME) for dtype in DTYPES),
+    *(("float32", 40, 4, SOME | {"epilog": epilog}) for epilog in testing.EPILOGS[1:]),
+    *(("bfloat16", 40, 4, SOME | {"epilog": epilog}) for epilog in (Epilog.RELU_BIAS, Epilog.GELU_AUX_BIAS)),
+    ("float32", 40, 4, SOME | {"transpose": "TN"}),
+    ("bfloat16", 40, 4, SOME | {"transpose": "NT"}),
+    ("complex64", 40, 4, SOME | {"transpose": "TT"}),
+]
+
+
+@pytest.mark.parametrize(("dtype", "k", "count", "options"), MESHES)
+def test_bits_do_not_know_the_mesh(dtype, k, count, options):
     """Covers results and gradients of every pattern; k is cut inside the blocks that a bf16 kernel sums at once."""
-    cases.require("host")
-    only = () if dtype in ("float32", "bfloat16", "complex64") else SOME_LAYOUTS
-    assert testing.check_meshes("topology", "host", dtype, (24, 40, 200), [count], only=only) >= 4
+    assert testing.check_meshes("topology", "host", dtype, (24, 40, k), [count], **options) >= 3
 
 
 @pytest.mark.small("values")
@@ -43,36 +50,12 @@ def test_bits_do_not_know_the_mesh(dtype, count):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cuts_inside_of_k_blocks_do_not_matter(dtype, count, held):
     """Each rank holds `held` of k, and 150 rows for the gradient in b; K blocks of 256 or 1024 do not end there."""
-    cases.require("host")
-    extents = (150 * count, 16, held * count)
-    testing.check_meshes("topology", "host", dtype, extents, [count], only=SOME_LAYOUTS)
-
-
-@pytest.mark.small("values")
-@pytest.mark.parametrize("transpose", ["TN", "NT", "TT"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
-def test_bits_of_transposed_operands_do_not_know_the_mesh(dtype, transpose):
-    cases.require("host")
-    testing.check_meshes("topology", "host", dtype, (24, 40, 40), [4], transpose=transpose, only=SOME_LAYOUTS)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "epilog"),
-    [
-        *(("float32", epilog) for epilog in testing.EPILOGS[1:]),
-        ("bfloat16", Epilog.RELU_BIAS),
-        ("bfloat16", Epilog.GELU_AUX_BIAS),
-    ],
-)
-def test_bits_of_every_epilog_do_not_know_the_mesh(dtype, epilog):
-    cases.require("host")
-    testing.check_meshes("topology", "host", dtype, (24, 40, 40), [4], epilog=epilog, only=SOME_LAYOUTS)
+    testing.check_meshes("topology", "host", dtype, (150 * count, 16, held * count), [count], **SOME)
 
 
 def test_bits_of_xla_do_not_know_the_mesh():
-    cases.require("host")
-    check = functools.partial(testing.check_meshes, "topology", "xla", "bfloat16", (24, 40, 200), [4])
-    check(epilog=Epilog.GELU_AUX_BIAS, only=SOME_LAYOUTS)
+    options = SOME | {"epilog": Epilog.GELU_AUX_BIAS}
+    testing.check_meshes("topology", "xla", "bfloat16", (24, 40, 200), [4], **options)
 
 
 LEADING = {
@@ -99,7 +82,6 @@ LEADING = {
 @pytest.mark.parametrize("name", LEADING)
 def test_gradients_of_leading_dimensions_do_not_know_the_mesh(name):
     """Rows fold out of several dimensions: ranks hold them interleaved, but they are summed in the global order."""
-    cases.require("host")
     mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
     specs = (*LEADING[name], P(LEADING[name][2][-1]))
     shapes = (4, 8, 40), (40, 24), (4, 8, 24), (24,)
@@ -120,59 +102,45 @@ def test_gradients_of_leading_dimensions_do_not_know_the_mesh(name):
         testing.assert_bitwise_equal(got[key], want[key], f"{name}: {key}")
 
 
+MLP = [testing.draw(i, shape, "float32") for i, shape in enumerate(((16, 24), (24, 40), (40,), (40, 24), (24,)))]
+
+
+def pulled(layer, *operands):
+    y, pullback = jax.vjp(layer, *operands)
+    return y, *pullback(y)
+
+
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_a_mlp_has_the_bits_of_one_device(activation):
-    cases.require("host")
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
-    shapes = (16, 24), (24, 40), (40,), (40, 24), (24,)
-    operands = [testing.draw(i, shape, "float32") for i, shape in enumerate(shapes)]
     rows = P(("data", "model"), None)
     specs = rows, P(None, "model"), P("model"), P("model", None), P(None)
-
-    def gradients(out, *operands):
-        y, pullback = jax.vjp(
-            lambda *args: jaxmp.mlp(*args, activation=activation, determinism="topology", out_sharding=out), *operands
-        )
-        return y, pullback(y)
-
-    want = jax.jit(functools.partial(gradients, None))(*operands)
+    layer = functools.partial(jaxmp.mlp, activation=activation, determinism="topology")
     with jax.set_mesh(mesh):
-        got = jax.jit(functools.partial(gradients, rows))(
-            *(cases.put(x, mesh, spec) for x, spec in zip(operands, specs, strict=True))
-        )
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        testing.assert_bitwise_equal(x, y)
+        placed = [cases.put(x, mesh, spec) for x, spec in zip(MLP, specs, strict=True)]
+        got = jax.jit(functools.partial(pulled, functools.partial(layer, out_sharding=rows)))(*placed)
+    jax.tree.map(testing.assert_bitwise_equal, got, jax.jit(functools.partial(pulled, layer))(*MLP))
 
 
 @pytest.mark.parametrize("axis", ["x", None])
 def test_a_mlp_in_shard_map_has_the_bits_of_one_device(axis):
     """With two dimensions, all gradients are equal; with three (interleaved rows), y and x's gradient."""
-    cases.require("host")
-    shapes = (8, 24), (24, 40), (40,), (40, 24), (24,)
-    weights = [testing.draw(i, shape, "float32") for i, shape in enumerate(shapes[1:])]
-    parts = (P(None, axis), P(axis), P(axis, None), P(None))
-
-    def gradients(ndevices, x, rows):
-        def layer(*operands):
-            named = {} if axis is None else {"axis_name": axis}
-            return jaxmp.mlp(*operands, activation="gelu", determinism="topology", **named)
-
-        mesh = jax.make_mesh((ndevices,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:ndevices])
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    layer = functools.partial(jaxmp.mlp, activation="gelu", determinism="topology")
+    named = functools.partial(layer, **({} if axis is None else {"axis_name": axis}))
+    for shape, rows, kept in (((16, 24), P("x", None), 6), ((2, 8, 24), P(None, "x", None), 2)):
+        operands = MLP[0].reshape(shape), *MLP[1:]
+        specs = rows, P(None, axis), P(axis), P(axis, None), P(None)
         with jax.set_mesh(mesh):
-            mapped = jax.shard_map(layer, in_specs=(rows, *parts), out_specs=rows)
-            placed = [cases.put(x, mesh, spec) for x, spec in zip((x, *weights), (rows, *parts), strict=True)]
-            y, pullback = jax.vjp(jax.jit(mapped), *placed)
-            return jax.device_get((y, *pullback(y)))
-
-    for shape, rows, kept in (((8, 24), P("x", None), 6), ((2, 8, 24), P(None, "x", None), 2)):
-        x = testing.draw(9, shape, "float32")
-        for got, want in list(zip(gradients(4, x, rows), gradients(1, x, rows), strict=True))[:kept]:
-            testing.assert_bitwise_equal(got, want)
+            mapped = jax.shard_map(named, in_specs=specs, out_specs=rows)
+            placed = [cases.put(x, mesh, spec) for x, spec in zip(operands, specs, strict=True)]
+            got = jax.jit(functools.partial(pulled, mapped))(*placed)
+        want = jax.jit(functools.partial(pulled, layer))(*operands)
+        jax.tree.map(testing.assert_bitwise_equal, got[:kept], want[:kept])
 
 
 def test_the_slope_of_a_gelu_is_the_librarys():
     """Alone, fused with its neighbours, and for every row count: XLA may contract its own slope, but not this one."""
-    cases.require("host")
     aux, t = testing.draw(0, (70, 33), "float32"), testing.draw(1, (70, 33), "float32")
     t[0, :3] = 0.0, -0.0, np.inf
     aux[0, :2] = 1.0  # the slope is positive here
@@ -205,7 +173,6 @@ OVER_ONE_PRODUCT = {
 @pytest.mark.parametrize("epilog", OF_ACTIVATIONS, ids=lambda epilog: epilog.name)
 def test_a_derivative_of_one_product_does_not_know_the_mesh(epilog, level):
     """cuBLASMp takes none over k = 1, so every rank of every pattern pads k in the same way, with signs of zeros."""
-    cases.require("host")
     m, n = 8, 512
     a, b, z = (testing.draw(i, shape, "float32") for i, shape in enumerate(((m, 1), (1, n), (m, n))))
     a[:2], b[0, :4] = [[0.0], [-0.0]], [0.0, -0.0, 1.0, -1.0]
@@ -233,7 +200,6 @@ def test_a_derivative_of_one_product_does_not_know_the_mesh(epilog, level):
 @pytest.mark.parametrize("implementation", testing.IMPLEMENTATIONS)
 @pytest.mark.parametrize("epilog", OF_ACTIVATIONS, ids=lambda epilog: epilog.name)
 def test_rows_of_a_derivative_do_not_depend_on_the_batch(epilog, implementation):
-    cases.require("host")
     for level in LEVELS:
         testing.check_rows(level, implementation, "float32", (1, 17), testing.SOME_ROWS, epilog=epilog)
 
@@ -241,7 +207,6 @@ def test_rows_of_a_derivative_do_not_depend_on_the_batch(epilog, implementation)
 @pytest.mark.parametrize("mode", ["explicit", "partitioner", "shard_map"])
 @pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME[name] for name in ("local", "ag", "rs", "ar", "rs-data")]))
 def test_every_way_to_call_gives_the_bits_of_one_device(case, mode):
-    cases.require("host")
     case, mode = case.replace(per_shard=(5, 3, 11)), modes.BY_ID[mode]
     a, b = case.values(np.random.default_rng(0))
     with mode.scope(case):
@@ -252,15 +217,11 @@ def test_every_way_to_call_gives_the_bits_of_one_device(case, mode):
 
 def test_gradients_under_the_partitioner_do_not_know_the_mesh():
     """XLA chooses the patterns; calls do every sum that XLA leaves to them, and the slope of gelu."""
-    cases.require("host")
     case = cases.BY_NAME["ar-data"].replace(per_shard=(5, 6, 12))
     mode = modes.BY_ID["partitioner"]
     m, n, _ = case.extents
-    operands = (
-        *case.values(np.random.default_rng(0)),
-        testing.draw(0, (m, n), "float32"),
-        testing.draw(1, (n,), "float32"),
-    )
+    more = (testing.draw(i, shape, "float32") for i, shape in enumerate(((m, n), (n,))))
+    operands = (*case.values(np.random.default_rng(0)), *more)
 
     def program(f, a, b, w, bias):
         d, pullback = jax.vjp(lambda a, b, bias: f(a, b, None, bias), a, b, bias)
@@ -272,13 +233,11 @@ def test_gradients_under_the_partitioner_do_not_know_the_mesh():
     placed = [mode.put(case, x, spec) for x, spec in zip(operands, specs, strict=True)]
     got = jax.jit(functools.partial(program, mode.product(case, **options)))(*placed)
     assert all(map(np.any, jax.tree.leaves(want)))
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        testing.assert_bitwise_equal(x, y)
+    jax.tree.map(testing.assert_bitwise_equal, got, want)
 
 
 def test_xla_serves_gradients_with_a_bias():
     """XLA computes the sums over ranks that no call may complete there; sums of integers are exact."""
-    cases.require("host")
     case = cases.BY_NAME["ag-data"]
     rng = np.random.default_rng(0)
     shapes = {"x": (8, 6), "w_in": (6, 4), "b_in": (4,), "w_out": (4, 6), "b_out": (6,)}
@@ -307,7 +266,6 @@ def test_xla_serves_gradients_with_a_bias():
 
 
 def test_the_order_of_devices_does_not_matter():
-    cases.require("host")
     a, b = testing.draw(0, (8, 40), "float32"), testing.draw(1, (40, 8), "float32")
     want = jaxmp.matmul(a, b, determinism="topology")
     np.testing.assert_allclose(want, a @ b, atol=1e-4)
@@ -319,15 +277,12 @@ def test_the_order_of_devices_does_not_matter():
 
 def test_what_cannot_keep_the_level_is_refused_by_name():
     """Refusals other than the epilogs that the table of products refuses (suite.py)."""
-    cases.require("host")
     mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(AxisType.Auto,) * 3)
     level = {"determinism": "topology"}
 
     def gradient(call, specs, out, check_vma=True):
         mapped = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
-        return jax.grad(lambda a, b: jnp.sum(mapped(a, b)), (0, 1))(
-            jnp.ones((8, 8), "float32"), jnp.ones((8, 8), "float32")
-        )
+        return jax.grad(lambda a, b: jnp.sum(mapped(a, b)), (0, 1))(*[jnp.ones((8, 8), "float32")] * 2)
 
     with pytest.raises(NotImplementedError, match='"topology" has no gradients under shard_map with check_vma=False'):
         gradient(functools.partial(jaxmp.matmul, **level), (P("x"), P()), P("x"), check_vma=False)
@@ -345,7 +300,6 @@ def test_what_cannot_keep_the_level_is_refused_by_name():
 @pytest.mark.parametrize("name", ["ag", "rs"])
 def test_gradients_of_mapped_products_do_not_know_the_mesh(name, rng):
     """Ranks hold part of each product's rows in the batch, but the rows are summed product by product."""
-    cases.require("host")
     case = cases.BY_NAME[name].replace(per_shard=(8, 5, 11))
     m, n, k = case.extents
     a, b, t = (testing.draw(i, shape, "float32") for i, shape in enumerate(((3, m, k), (k, n), (3, m, n))))

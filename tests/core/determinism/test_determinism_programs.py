@@ -27,7 +27,6 @@ LEVELS = testing.LEVELS
 
 
 def test_the_level_is_part_of_the_key():
-    cases.require("host")
     a, b = jnp.ones((3, 5), "float32"), jnp.ones((5, 2), "float32")
     jaxmp.plan_cache_clear()
     jax.clear_caches()
@@ -38,7 +37,6 @@ def test_the_level_is_part_of_the_key():
 
 @pytest.mark.parametrize("level", ["run_to_run", *LEVELS])
 def test_explain_names_the_level_and_what_keeps_it(level):
-    cases.require("host")
     a, b = jax.ShapeDtypeStruct((64, 32), "float32"), jax.ShapeDtypeStruct((32, 16), "float32")
     for implementation in testing.IMPLEMENTATIONS:
         explained = jaxmp.explain(functools.partial(jaxmp.matmul, determinism=level, implementation=implementation))(
@@ -51,7 +49,6 @@ def test_explain_names_the_level_and_what_keeps_it(level):
 
 
 def test_explain_counts_what_xla_gathers_for_the_level():
-    cases.require("host")
     mesh = cases.BY_NAME["rs"].jax_mesh(AxisType.Auto)
     a, b = jax.ShapeDtypeStruct((64, 32), "float32"), jax.ShapeDtypeStruct((32, 16), "float32")
     for out, moved in ((P("y", None), 3 * (64 * 8 // 4 + 8 * 16) * 4), (P(None, None), 3 * (64 * 8 + 8 * 16) * 4)):
@@ -63,7 +60,6 @@ def test_explain_counts_what_xla_gathers_for_the_level():
 
 
 def test_explain_names_what_the_bits_cost_beside_the_calls():
-    cases.require("host")
     mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
     level = {"determinism": "topology", "mesh": mesh}
     a, b = jax.ShapeDtypeStruct((4, 8, 32), "float32"), jax.ShapeDtypeStruct((32, 16), "float32")
@@ -116,11 +112,11 @@ def tensor_types(text: str) -> set[str]:
     return set(re.findall(r"tensor<(?:\d+x)*(b?f\d+|complex<f\d+>)>", values))
 
 
+@pytest.mark.small("values", of=lambda mode, case, dtype, is_wide: ((mode, case), (dtype, is_wide)))
 @pytest.mark.parametrize(("dtype", "is_wide"), WIDTHS, ids=lambda value: {False: "x32", True: "x64"}.get(value, value))
 @pytest.mark.parametrize(("mode", "case"), CALLS)
 def test_no_type_appears_but_the_operands_and_the_accumulators(mode, case, dtype, is_wide):
     """Under x64 a Python scalar easily becomes a double; checks forward and gradients, at every level."""
-    cases.require("host")
     case = case.replace(per_shard=(4, 4, 4), dtype=dtype)
     allowed = {dtype, ACCUMULATORS[dtype]}
     rng = np.random.default_rng(0)
@@ -153,7 +149,6 @@ def test_a_double_that_slips_in_is_found():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_explain_and_the_log_name_the_accumulator(dtype, capfd, caplog):
-    cases.require("host")
     a, b = jax.ShapeDtypeStruct((4, 6), dtype), jax.ShapeDtypeStruct((6, 5), dtype)
     (row,) = jaxmp.explain(jaxmp.matmul)(a, b).rows
     assert row.accumulator == ACCUMULATORS[dtype]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from low_precision_cases import E4M3, F32, IMPLEMENTATIONS, SCALE_MODES, TN, by_name, call_sharded, scaled, small
+from low_precision_cases import E4M3, F32, IMPLEMENTATIONS, SCALE_MODES, TN, by_name, products_of, scaled, small
 
 import jaxmp
 from jaxmp import Epilog, Scaling, testing
@@ -23,7 +23,7 @@ def drawn(rng, mode, m, n, k):
     return a, b, *mode.scales(rng, a.shape, b.shape)
 
 
-@pytest.mark.small("pairs")
+@pytest.mark.small("values", of=lambda case, mode, is_deep: (mode, (case, is_deep)))
 @pytest.mark.parametrize("case", by_name("ag", "rs", "ar-data", "grid"), ids=lambda case: case.name)
 @pytest.mark.parametrize("mode", SCALE_MODES, ids=lambda mode: mode.id)
 @pytest.mark.parametrize("is_deep", [False, True], ids=["", "deep"])
@@ -34,7 +34,7 @@ def test_bits_do_not_know_the_mesh(is_deep, mode, case, rng):
     a, b, scale_a, scale_b = drawn(rng, mode, *case.extents)
     options = {"determinism": "topology", **F32}
     want = jaxmp.matmul(a, b, scaling=Scaling(a=scale_a, b=scale_b), **options, **TN)
-    testing.assert_bitwise_equal(call_sharded(case, a, b, scale_a, scale_b, AxisType.Explicit, **options), want)
+    testing.assert_bitwise_equal(products_of([(case, (a, b, scale_a, scale_b), options)])[0], want)
     bounds.judge_product(mode.id, want, scaled(a, scale_a), scaled(b, scale_b).T, operands=jnp.bfloat16, out="float32")
 
 
@@ -83,8 +83,7 @@ def test_float8_results_and_gradients_keep_bits_on_any_mesh(name, implementation
         placed = [cases.put(x, mesh, spec) for x, spec in zip((a, b, c, w), specs, strict=True)]
         where = {"out_sharding": case.out, "implementation": implementation}
         got = jax.jit(functools.partial(program, **where))(*placed)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        testing.assert_bitwise_equal(x, y)
+    jax.tree.map(testing.assert_bitwise_equal, got, want)
 
 
 def test_levels_refuse_what_would_be_gathered_with_its_scales(rng):
@@ -99,7 +98,7 @@ def test_levels_refuse_what_would_be_gathered_with_its_scales(rng):
         case = by_name(name)[0].replace(transposition="NT", per_shard=(128, 128, 128))
         operands = drawn(rng, blocks, *case.extents)
         with pytest.raises(NotImplementedError, match=f"{message}; got scaling.a of vec128_fp32"):
-            call_sharded(case, *operands, AxisType.Explicit, determinism="batch", implementation="xla", **F32)
+            products_of([(case, operands, {"determinism": "batch", "implementation": "xla", **F32})])
 
     a, b = small(rng, (32, 64), E4M3), small(rng, (48, 64), E4M3)
 

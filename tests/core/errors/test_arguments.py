@@ -27,6 +27,7 @@ CALLS = {
 }
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
 @pytest.mark.parametrize("name", CALLS)
 def test_operands_without_a_mesh_are_whole_on_the_explicit_mesh(name, make, mesh_of, rng):
@@ -78,6 +79,7 @@ WAYS = {
 }
 
 
+@pytest.mark.small("values", of=lambda dtype, **specs: (dtype, str(specs)))
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize(("a_spec", "b_spec", "out"), WAYS.values(), ids=WAYS)
 def test_integers_are_summed_over_devices_modulo_their_type(a_spec, b_spec, out, dtype, mesh_of, rng):
@@ -161,26 +163,17 @@ EMPTY = {"no rows": (0, 8, 8), "no columns": (8, 8, 0), "no contraction": (8, 0,
 
 
 @pytest.mark.small("pairs")
-@pytest.mark.parametrize("alpha", [1.0, np.float32(2)], ids=["number", "array"])
 @pytest.mark.parametrize("lead", [(), (2,), (0,)], ids=str)
 @pytest.mark.parametrize(("m", "k", "n"), EMPTY.values(), ids=EMPTY)
-@pytest.mark.parametrize(
-    "case", [c for c in cases.CASES if c.name in ("ag", "rs", "ar", "local")], ids=lambda c: c.name
-)
-def test_empty_products_and_their_gradients(case, m, k, n, lead, alpha):
-    mesh, ahead = case.jax_mesh(), (None,) * len(lead)
-
-    def put(shape, spec):
-        return jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, P(*spec)))
-
-    with jax.set_mesh(mesh):
-        a, b, c = put((*lead, m, k), (*ahead, *case.a)), put((k, n), case.b), put((*lead, m, n), (*ahead, *case.out))
-        alpha = alpha if isinstance(alpha, float) else jnp.asarray(alpha)
-
-        def f(a, b, c):
-            out = P(*ahead, *case.out)
-            return jaxmp.matmul(a, b, c, alpha=alpha, beta=2.0, epilog=Epilog.RELU, out_sharding=out)
-
+@pytest.mark.parametrize("name", ["ag", "rs", "ar", "local"])
+def test_empty_products_and_their_gradients(name, m, k, n, lead):
+    case, ahead = cases.BY_NAME[name], (None,) * len(lead)
+    specs = P(*ahead, *case.a), case.b, P(*ahead, *case.out)
+    with jax.set_mesh(case.jax_mesh()):
+        shapes = (*lead, m, k), (k, n), (*lead, m, n)
+        pairs = zip(shapes, specs, strict=True)
+        a, b, c = (cases.put(np.ones(shape, np.float32), case.jax_mesh(), spec) for shape, spec in pairs)
+        f = functools.partial(jaxmp.matmul, beta=2.0, epilog=Epilog.RELU, out_sharding=specs[2])
         grads = jax.jit(jax.grad(lambda *x: f(*x).sum(), (0, 1, 2)))(a, b, c)
         results = (f(a, b, c), c, 2.0), *zip(grads, (a, b, c), (0.0, 0.0, 2.0), strict=True)
     for got, like, each in results:

@@ -29,6 +29,8 @@ PLAIN = (((2,), (0,)), ((), ()))
 X, W, S = jnp.ones((6, 4)), jnp.ones((2, 4, 5)), jnp.array([2, 3])
 TOKENS, SIZES, BIAS = jnp.ones((8, 4)), jnp.array([3, 0, 4, 0]), jnp.ones((4, 4))
 EXPERTS = GATE, UP, DOWN = jnp.ones((4, 4, 4)), jnp.ones((4, 4, 4)), jnp.ones((4, 4, 8))
+Y, V = jnp.ones((5, 6)), jnp.ones((6, 8))
+MLP, GATED = (Y, V, None, V.T, None), (Y, V, V, V.T)
 
 
 def numbers(contracting, *ragged, groups=()):
@@ -48,7 +50,6 @@ WRONG = [
     ("dot_general", (A3, B3, (((3,), (0,)), ((), ()))), {}, ValueError, "dimension_numbers name dimension 3 of lhs, which has 3 (shape (4, 6, 8))"),
     ("dot_general", (A3, B3, (((1,), (1,)), ((1,), (1,)))), {}, ValueError, "dimension_numbers use a dimension of lhs twice, (1,) and (1,)"),
     ("einsum", (0, A3, B3), {}, TypeError, "subscripts must be a string such as 'ij,jk->ik', got int"),
-    ("einsum", ("ij,jk->ik", A3, [1.0]), {}, TypeError, "b must be an array, got list"),
     ("einsum", ("abc->abc", A3, B3), {}, ValueError, "subscripts 'abc->abc' are not valid"),
     ("einsum", ("ab,bc->ac", A3, B3), {}, ValueError, "subscripts 'ab,bc->ac' give a 2 indices, but it has 3 dimensions (shape (4, 6, 8))"),
     ("einsum", ("aac,cde->ade", A3, B3), {}, ValueError, "index 'a' has extent 4 in a but 6 in a (shapes (4, 6, 8), (8, 6, 2))"),
@@ -58,14 +59,11 @@ WRONG = [
     ("einsum", (A3, [0, 1], B3, [1, 2]), {}, ValueError, "subscripts [[0, 1], [1, 2]] give a 2 indices, but it has 3 dimensions"),
     ("einsum", ("abc,cde->abz", A3, B3), {}, ValueError, "subscripts 'abc,cde->abz' are not valid: Output character 'z'"),
     ("ragged_dot", (X[0], W, S), {}, ValueError, "x must have 2 dimensions, got 1 (shape (4,))"),
-    ("ragged_dot", ([[1.0]], W, S), {}, TypeError, "x must be an array, got list"),
     ("ragged_dot", (X, W[0], S), {}, ValueError, "w must have 3 dimensions, got 2 (shape (4, 5))"),
     ("ragged_dot", (X[:, :3], W, S), {}, ValueError, "w has k=4 but x has k=3 (global shapes (6, 3), (2, 4, 5))"),
     ("ragged_dot", (X, W, S[:1]), {}, ValueError, "group_sizes must have shape (2,) ... got (1,)"),
-    ("ragged_dot", (X, W, S[None]), {}, ValueError, "group_sizes must have shape (2,) ... got (1, 2)"),
     ("ragged_dot", (X, W, S[:1], S[:1]), {}, ValueError, "with n of at least 2 ... got"),
     ("ragged_dot", (X, W, S.astype(float)), {}, TypeError, "group_sizes must be an array of integers, got dtype float32"),
-    ("ragged_dot", (X, W, [2, 3]), {}, TypeError, "group_sizes must be an array, got list"),
     ("ragged_dot", (X, W, S, X[0, 0]), {}, TypeError, "group_offset must be an array of integers, got dtype float32"),
     ("ragged_dot", (X, W, S, S), {}, ValueError, "group_offset must have shape () or (1,), got (2,)"),
     ("ragged_dot", (X.astype(int), W.astype(int), S), {"activation": "relu"}, NotImplementedError, "with a result of int32 activation is None"),
@@ -74,14 +72,11 @@ WRONG = [
     ("ragged_dot", (X, W, S), {"scaling": jaxmp.Scaling(a=X)}, ValueError, "scaling.a must be float32 of shape () or (6,), got float32 (6, 4)"),
     ("ragged_dot", (X, W, S), {"scaling": jaxmp.Scaling(), "bias": W[:, 0], "determinism": "batch"}, NotImplementedError, "takes no bias with scales"),
     ("ragged_dot", (X, W, S), {"precision": "16F"}, NotImplementedError, "precision=16F takes operands of float16, got float32"),
-    ("ragged_dot", (X, W, S), {"determinism": "none"}, ValueError, "determinism must be one of"),
     ("ragged_dot", (X, W, S), {"implementation": "cublasmp"}, NotImplementedError, "has no product of groups"),
-    ("ragged_dot", (X, W, S), {"implementation": "cpu"}, ValueError, "implementation must be one of"),
     ("ragged_dot", (X, W, S), {"implementation": "xla", "determinism": "batch"}, NotImplementedError, "XLA is asked for"),
     ("ragged_dot", (X, W, S), {"out_sharding": P("p")}, ValueError, "needs a mesh"),
     ("ragged_dot", (X, W, S), {"beta": X}, TypeError, "unexpected keyword argument 'beta'"),
     ("ragged_dot", (X, W, S), {"bias": X[0]}, ValueError, "bias must have shape (2, 5), ... of w, got (4,)"),
-    ("ragged_dot", (X, W, S), {"bias": X}, ValueError, "bias must have shape (2, 5), ... of w, got (6, 4)"),
     ("ragged_dot", (X.astype("bfloat16"), W.astype("bfloat16"), S), {"bias": W[:, 0]}, TypeError, "bias has dtype float32 but the result has dtype bfloat16"),
     ("ragged_dot", (X, W, S), {"activation": "softmax"}, ValueError, "activation must be one of relu"),
     ("ragged_dot", (X, W, S), {"activation": "silu", "determinism": "batch"}, NotImplementedError, 'takes activation=None or "relu"'),
@@ -92,19 +87,30 @@ WRONG = [
     ("ragged_dot_general", (X, X, S, numbers(((0,), (0,)), 0, groups=[1])), {}, ValueError, "must have no dimension of rhs, got"),
     ("ragged_dot_general", (X[:, :2], W, S, MATRICES), {}, ValueError, "contracting dimension 1 of lhs has extent 2"),
     ("ragged_dot_general", (X, W, S[:1], MATRICES), {}, ValueError, "group_sizes must have shape (2,), got (1,)"),
-    ("ragged_dot_general", (X, W, S.astype(float), MATRICES), {}, TypeError, "group_sizes must be an array of integers"),
-    ("moe_mlp", (TOKENS[0], *EXPERTS, SIZES), {}, ValueError, "x must have 2 dimensions, got 1"),
     ("moe_mlp", (TOKENS, GATE, UP[:, :3], DOWN, SIZES), {}, ValueError, "w_up has k=3 but x has k=4"),
     ("moe_mlp", (TOKENS, GATE[:3], UP, DOWN, SIZES), {}, ValueError, "w_gate must have w_up's shape (4, 4, 4), got (3, 4, 4)"),
     ("moe_mlp", (TOKENS, GATE, UP, DOWN[:, :3], SIZES), {}, ValueError, "w_down must have shape (4, 4, n), got (4, 3, 8)"),
-    ("moe_mlp", (TOKENS, GATE, None, DOWN, SIZES), {}, TypeError, "w_up must be an array, got NoneType"),
     ("moe_mlp", (TOKENS, *EXPERTS, SIZES[:3]), {}, ValueError, "group_sizes must have shape (4,), ... of w_up, got (3,)"),
     ("moe_mlp", (TOKENS, *EXPERTS, SIZES), {"b_down": BIAS}, ValueError, "b_down must have shape (4, 8), ... of w_down"),
     ("moe_mlp", (TOKENS, None, UP, DOWN, SIZES), {"b_gate": BIAS}, ValueError, "b_gate needs w_gate"),
-    ("moe_mlp", (TOKENS, *EXPERTS, SIZES), {"activation": "elu"}, ValueError, "activation must be one of relu"),
     ("moe_mlp", (TOKENS, *EXPERTS, SIZES), {"determinism": "batch"}, NotImplementedError, 'takes activation=None or "relu"'),
     ("moe_mlp", (TOKENS, *EXPERTS, SIZES), {"in_shardings": (P(), P())}, ValueError, "must be a triple"),
     ("moe_mlp", (TOKENS.astype(int), *(w.astype(int) for w in EXPERTS), SIZES), {}, NotImplementedError, "with a result of int32 activation is None"),
+    ("linear", (X, UP[0]), {"activation": 3}, ValueError, "or a function of an array, got 3"),
+    ("linear", (X, UP[0]), {"activation": lambda z: z.sum(0)}, ValueError, "activation must be elementwise"),
+    ("linear", (X, UP[0]), {"activation": "silu", "determinism": "batch"}, NotImplementedError, "with determinism='batch' activ"),
+    ("mlp", MLP, {"activation": "elu"}, ValueError, "activation must be one of relu, gelu, silu"),
+    ("mlp", MLP, {"activation": None}, ValueError, "activation must be a name or a function, got None"),
+    ("mlp", MLP, {"activation": "gelu", "alpha": 2.0}, TypeError, "got an unexpected keyword argument 'alpha'"),
+    ("mlp", MLP, {"activation": "gelu", "in_shardings": (P(), P())}, ValueError, "in_shardings must be a triple"),
+    ("mlp", (Y, V[:5], None, V.T, None), {"activation": "gelu"}, ValueError, "mlp (x @ w_in): w_in has k=5 but x has k=6"),
+    ("mlp", (Y, V.T, None, V.T, None), {"activation": "gelu"}, ValueError, "pass w_in.T if it is stored (n, k)"),
+    ("mlp", (Y[0, 0], V, None, V.T, None), {"activation": "gelu"}, TypeError, "x must have at least 2 dimensions, got 0"),
+    ("gated_mlp", GATED, {"axis_name": "model"}, ValueError, "gated_mlp: works on the shards inside shard_map"),
+    ("gated_mlp", GATED, {"determinism": "batch"}, NotImplementedError, 'determinism must be "run_to_run"'),
+    ("gated_mlp", (Y, V, V[:5], V.T), {}, ValueError, "gated_mlp (x @ w_up): w_up has k=5 but x has k=6"),
+    ("gated_mlp", (Y, V, V[:, :7], V.T), {}, ValueError, "gated_mlp: w_up must have w_gate's shape (6, 8), got (6, 7)"),
+    ("gated_mlp", (Y, V, V, V.T[:7]), {}, ValueError, "gated_mlp (hidden @ w_down): w_down has k=7 but hidden has k=8"),
     ("audit", (ROWS,), {}, TypeError, "audit: takes a function, got ndarray; write audit(fn)(*args)"),
     ("audit", (jnp.sin, ROWS), {"vary": "rows"}, ValueError, '"batch", "mesh" or "processes", got \'rows\''),
     ("audit", (jnp.sin, ROWS), {"vary": "mesh", "batch_argnums": 0}, ValueError, 'batch_argnums is for vary="batch"'),
@@ -114,7 +120,6 @@ WRONG = [
     ("audit", (lambda: 1,), {}, ValueError, "needs an argument with arrays, got none"),
     ("audit", (jnp.sin, ROWS[:1]), {}, ValueError, "one batch of at least 2 rows, got first extents [1]"),
     ("audit", (jnp.add, ROWS, ROWS[:2]), {"batch_argnums": (0, 1)}, ValueError, "got first extents [2, 8]; pass batch_argnums="),
-    ("audit", (jnp.sin, ROWS), {"batch_argnums": 1}, ValueError, "has to number some of the 1 arguments, got 1"),
     ("audit", (lambda x: jax.new_ref(x)[...], ROWS), {}, NotImplementedError, "mutable arrays, found get of one at test_functions.py:"),
     ("audit", (jnp.sin, ROWS), {"vry": "mesh"}, TypeError, "did you mean vary=?"),
 ]  # fmt: skip
@@ -123,7 +128,7 @@ WRONG = [
 def check_refused(call, function, exception, message):
     with pytest.raises(exception) as raised:
         call()
-    assert str(raised.value).startswith((f"{function}: ", f"{function}() "))
+    assert str(raised.value).startswith((f"{function}: ", f"{function}() ", f"{function} ("))
     for part in message.split(" ... "):
         assert part in str(raised.value)
 
@@ -214,13 +219,9 @@ def inside_shard_map():
 
 # (call, function, exception, message)
 WRONG_LAYOUTS = [
-    (lambda: BlockCyclic((2, 2), (2,)), "BlockCyclic", ValueError, "block must be a pair of integers of at least 1, got (2,)"),
     (lambda: BlockCyclic((2, 2), (0, 1)), "BlockCyclic", ValueError, "block must be a pair of integers of at least 1, got (0, 1)"),
-    (lambda: BlockCyclic((2, 0), (1, 1)), "BlockCyclic", ValueError, "grid must be a pair of integers of at least 1, got (2, 0)"),
     (lambda: BlockCyclic((2, 2), (1.5, 1)), "BlockCyclic", TypeError, "block must be a pair of integers, got (1.5, 1)"),
-    (lambda: BlockCyclic(2, (1, 1)), "BlockCyclic", TypeError, "grid must be a pair of integers, got 2"),
     (lambda: BlockCyclic((2, 2), (1, 1), (2, 0)), "BlockCyclic", ValueError, "first=(2, 0) must be a process of the grid (2, 2)"),
-    (lambda: BlockCyclic((2, 2), (1, 1), (-1, 0)), "BlockCyclic", ValueError, "first must be a pair of integers of at least 0"),
     (lambda: laid(layout=(2, 2)), "to_block_cyclic", TypeError, "layout must be a jaxmp.BlockCyclic, got tuple"),
     (lambda: laid([[1.0]]), "to_block_cyclic", TypeError, "x must be an array, got list"),
     (lambda: laid(M[0]), "to_block_cyclic", ValueError, "x must have 2 dimensions, got 1 (shape (6,))"),
@@ -233,7 +234,6 @@ WRONG_LAYOUTS = [
     (inside_shard_map, "to_block_cyclic", ValueError, "takes global arrays, so it cannot be called inside shard_map"),
     (lambda: jaxmp.from_block_cyclic(M), "from_block_cyclic", TypeError, "x must be a jaxmp.BlockCyclicArray, got ndarray"),
     (lambda: product(jnp.asarray(M.T)), "matmul", TypeError, "b must be a jaxmp.BlockCyclicArray as the other operands are, got"),
-    (lambda: jaxmp.matmul(jnp.asarray(M.T), laid()), "matmul", TypeError, "a must be a jaxmp.BlockCyclicArray as the other operands are"),
     (lambda: product(laid(layout=TURNED)), "matmul", ValueError, "b has k=4 but a has k=6 (global shapes (4, 6), (4, 6))"),
     (lambda: product(laid(M.T, BlockCyclic((2, 2), (2, 2)))), "matmul", ValueError, "along k, a has blocks of 3 but b has 2; they must be equal: put b in blocks of 3, or a in blocks of 2"),
     (lambda: product(laid(M.T, BlockCyclic((1, 4), (3, 2)), (1, 4))), "matmul", ValueError, "a is on axes (('x',), ('y',)) of mesh {'x': 2, 'y': 2} but b on"),
@@ -249,7 +249,6 @@ WRONG_LAYOUTS = [
     (with_c, "matmul", ValueError, "c has the layout BlockCyclic(grid=(2, 2), block=(2, 2), first=(1, 0)) but the result"),
     # Otherwise NumPy would make an array of one object.
     (lambda: np.asarray(laid()), "BlockCyclicArray", TypeError, "is not an array in the global order; pass jaxmp.from_block_cyclic"),
-    (lambda: jnp.asarray(laid()), "BlockCyclicArray", TypeError, "is not an array in the global order; pass jaxmp.from_block_cyclic"),
     (lambda: jaxmp.einsum("ij,jk->ik", laid(), laid()), "einsum", TypeError, "a must be an array, got BlockCyclicArray"),
 ]  # fmt: skip
 
@@ -264,9 +263,7 @@ def test_wrong_layouts(call, function, exception, message):
 # id: (subscripts, specs of lhs, rhs and the result, message)
 WRONG_SHARDINGS = {
     "contraction without out_sharding": ("bsd,dhk->bshk", P(None, None, "x"), P("x"), None, "dot_general: the contraction is sharded over axis 'x' and it is ambiguous how the result should be sharded; pass out_sharding"),
-    "contractions disagree": ("bsd,dhk->bshk", P(None, None, "x"), P("y"), None, "dot_general: the contraction is sharded over axis 'x' in lhs and 'y' in rhs and it is ambiguous how the result should be sharded"),
     "batches disagree": ("bmk,bkn->bmn", P("x"), P("y"), None, "dot_general: batch dimension 0 of lhs is sharded over 'x' but dimension 0 of rhs over 'y'; pass out_sharding, or reshard one of them"),
-    "rows and columns on one axis": ("bsd,dhk->bshk", P(None, "x"), P(None, None, "x"), None, "dot_general: rows of lhs and columns of rhs are both sharded over axis 'x'"),
     "not divided": ("bsd,dhk->bshk", P(), P(), P(None, None, None, ("x", "y")), "dot_general: dimension 3 of the result has extent 2, which axis ('x', 'y') of size 4 does not divide"),
 }  # fmt: skip
 

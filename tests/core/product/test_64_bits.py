@@ -14,7 +14,6 @@ X, W, BIAS = (RNG.normal(size=shape).astype(np.float32) for shape in ((2, 4, 8),
 FUNCTIONS = {
     "matmul": (jaxmp.matmul, jnp.matmul, (X[0], W[0])),
     "batch": (jaxmp.matmul, jnp.matmul, (X, W)),
-    "einsum": (lambda x, w: jaxmp.einsum("bij,bjk->bik", x, w), lambda x, w: jnp.einsum("bij,bjk->bik", x, w), (X, W)),
     "gelu": (
         lambda *args: jaxmp.linear(*args, activation="gelu"),
         lambda x, w, b: jax.nn.gelu(x @ w + b),
@@ -23,11 +22,6 @@ FUNCTIONS = {
     "tanh": (
         lambda *args: jaxmp.linear(*args, activation="tanh"),
         lambda x, w, b: jnp.tanh(x @ w + b),
-        (X[0], W[0], BIAS),
-    ),
-    "mlp": (
-        lambda x, w, b: jaxmp.mlp(x, w, b, w, b, activation="gelu"),
-        lambda x, w, b: jax.nn.gelu(x @ w + b) @ w + b,
         (X[0], W[0], BIAS),
     ),
     "ragged_dot": (

@@ -3,7 +3,6 @@ are generated: all shardings of each operand, and all that may be asked of the r
 values and cotangents. Operands are small integers, so results are bitwise equal."""
 
 import functools
-import itertools
 import math
 import random
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from ragged import integers, shardings
 
 import jaxmp
 from jaxmp._src.core.sharding import meshes
@@ -32,15 +32,6 @@ def make_mesh(name, kind=AxisType.Explicit):
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=devices)
 
 
-def shardings(ndim, axes):
-    """Returns all shardings of an array; several axes of one dimension are in the mesh's order."""
-    found = []
-    for where in itertools.product(range(-1, ndim), repeat=len(axes)):
-        dims = (tuple(axis for axis, at in zip(axes, where, strict=True) if at == i) for i in range(ndim))
-        found.append(P(*(dim[0] if len(dim) == 1 else dim or None for dim in dims)))
-    return found
-
-
 def triples(mesh, subscripts, count):
     """Returns (sharding of each operand..., of the result or None) of a product: all of them, or `count` at random."""
     inputs, output = subscripts.split("->")
@@ -57,10 +48,6 @@ def product(library, subscripts):
     if subscripts in ("mk,kn->mn", "smk,kn->smn"):
         return lambda a, b, out: library.matmul(a, b, out_sharding=out)
     return lambda a, b, out: library.einsum(subscripts, a, b, out_sharding=out)
-
-
-def integers(shape, seed):
-    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
 
 
 def operands(subscripts, extents):
@@ -110,24 +97,32 @@ def test_types_are_those_of_jnp(request, mesh_name, name):
     assert seen == {True, False}
 
 
-def test_moves_between_all_shardings_on_axes_of_unequal_sizes():
+EVERY = [*shardings(2, ("x", "y")), P(("y", "x"), None), P(None, ("y", "x"))]
+
+
+def unequal_mesh():
+    return jax.make_mesh((2, 3), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:6])
+
+
+@pytest.mark.parametrize("have", EVERY, ids=str)
+def test_moves_between_all_shardings_on_axes_of_unequal_sizes(have):
     """XLA aborts if some of these moves are done in one step."""
-    mesh = jax.make_mesh((2, 3), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:6])
-    every = [*shardings(2, ("x", "y")), P(("y", "x"), None), P(None, ("y", "x"))]
-    x = integers((12, 12), 0)
+    mesh, x = unequal_mesh(), np.asarray(integers((12, 12)))
+    move = functools.partial(meshes.reshard, mesh=mesh, have=have, is_explicit=True)
     with jax.set_mesh(mesh):
-        for have in every:
-            move = functools.partial(meshes.reshard, mesh=mesh, have=have, is_explicit=True)
-            moved = jax.jit(lambda x, move=move: [move(x, want=want) for want in every])(
-                jax.device_put(x, NamedSharding(mesh, have))
-            )
-            for got, want in zip(moved, every, strict=True):
-                assert got.sharding.is_equivalent_to(NamedSharding(mesh, want), 2)
-                np.testing.assert_array_equal(np.asarray(got), x)
-        a, b = (P(("y", "x"), None), P("y", "x"))
-        product = functools.partial(jaxmp.matmul, transpose_b=True, out_sharding=P("x", "y"))
-        d = product(*(jax.device_put(x.astype(np.int8), NamedSharding(mesh, spec)) for spec in (a, b)))
-        np.testing.assert_array_equal(np.asarray(d), x.astype(np.int8) @ x.astype(np.int8).T)
+        there = jax.device_put(x, NamedSharding(mesh, have))
+        moved = jax.jit(lambda x: [move(x, want=want) for want in EVERY])(there)
+        for got, want in zip(moved, EVERY, strict=True):
+            assert got.sharding.is_equivalent_to(NamedSharding(mesh, want), 2)
+            np.testing.assert_array_equal(np.asarray(got), x)
+
+
+def test_a_product_on_axes_of_unequal_sizes():
+    mesh, x = unequal_mesh(), np.asarray(integers((12, 12), dtype=np.int8))
+    with jax.set_mesh(mesh):
+        a, b = (jax.device_put(x, NamedSharding(mesh, spec)) for spec in (P(("y", "x"), None), P("y", "x")))
+        d = jaxmp.matmul(a, b, transpose_b=True, out_sharding=P("x", "y"))
+        np.testing.assert_array_equal(np.asarray(d), x @ x.T)
 
 
 def test_axes_that_do_not_divide_a_dimension_do_not_split_it():
@@ -164,6 +159,7 @@ BATCHED = {
 }
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("name", BATCHED)
 @pytest.mark.parametrize("spec", [P("x", "y"), P("x", None, "y"), P("x")])
 def test_vmap_over_an_explicit_axis(name, spec):

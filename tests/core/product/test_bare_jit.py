@@ -83,6 +83,7 @@ def half_of_each(multiply, x, w):
     return multiply(x.reshape(2, -1, x.shape[1]).sum(0), w)
 
 
+@pytest.mark.small("pairs")
 @pytest.mark.parametrize("determinism", ["run_to_run", "topology"])
 @pytest.mark.parametrize("program", [microbatches, half_of_each])
 @pytest.mark.parametrize("ndevices", [8, 6])
@@ -111,6 +112,7 @@ def mixture(x, w, experts):
     return jax.lax.map(lambda x: jax.lax.ragged_dot(x, experts, sizes), parts), x.swapaxes(0, 1).reshape(48, -1) @ w.T
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("sizes", [{"x": 8}, {"x": 2, "y": 4}, {"x": 6}], ids=str)
 @pytest.mark.parametrize("program", [attention, mixture])
 def test_reshaped_models_have_exact_gradients(program, sizes, mesh_of, rng):

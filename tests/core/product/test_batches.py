@@ -3,7 +3,6 @@ or faster. Values are small integers, so every result is exact. Without these te
 each index could need a collective, and operands without the batch could get wrong gradients."""
 
 import functools
-import itertools
 
 import cases
 import jax
@@ -74,7 +73,10 @@ def test_what_is_asked_for_runs_call_by_call(pattern, options, rng):
     assert not other_products_of(text)
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 7, 9), (4, 33, 65, 17), (2, 1, 1, 1), *itertools.permutations((0, 2, 3, 4))])
+@pytest.mark.small("values")
+@pytest.mark.parametrize(
+    "shape", [(3, 5, 7, 9), (4, 33, 65, 17), (0, 2, 3, 4), (2, 0, 3, 4), (2, 3, 0, 4), (2, 3, 4, 0)]
+)
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float8_e5m2"])
 def test_narrow_types_are_one_product_of_ours(dtype, shape, rng):
     batch, m, k, n = shape
@@ -88,9 +90,10 @@ def test_narrow_types_are_one_product_of_ours(dtype, shape, rng):
         numbers = {(i, j): (((2 - i,), (1 + j,)), ((0,), (0,))) for i, j in turned}
         return [jaxmp.dot_general(*pair, dimension_numbers=numbers[ij], **options) for ij, pair in turned.items()]
 
-    for d in jax.jit(program)(turned):
+    compiled = jax.jit(program).lower(turned).compile()
+    for d in compiled(turned):
         np.testing.assert_array_equal(d, a.astype(wide) @ b.astype(wide))
-    assert not other_products_of(compiled_text(program, turned))
+    assert not other_products_of(compiled.as_text())
 
 
 @pytest.mark.parametrize(("dtype", "is_shared"), [("bfloat16", True), ("float32", True), ("float32", False)])
@@ -133,18 +136,6 @@ def test_the_rule(dtype, platform, apart, options, want, monkeypatch):
     operands = (np.dtype(dtype), np.dtype(dtype))
     choice, is_one = backend.choose_for_batch(spec, platform, apart, operands, LARGE_IN_BATCH - 1)
     assert (choice.implementation, is_one) == want
-
-
-def test_every_auto_batch_is_counted(rng):
-    mesh = mesh_of(AxisType.Auto)
-    x = cases.put(cases.integers(rng, 8, 4, 4), mesh, P("x"))
-    batch = jax.vmap(jaxmp.matmul)
-
-    def program(x):
-        return jax.lax.scan(lambda y, _: (batch(y, x), None), batch(batch(x, x), x), length=5)[0]
-
-    rows = jaxmp.explain(program)(x).rows
-    assert [(row.count, row.implementation) for row in rows] == [(8, "xla"), (8, "xla"), (40, "xla")]
 
 
 def test_auto_axes_are_partitioned(rng):

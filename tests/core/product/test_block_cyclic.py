@@ -83,6 +83,7 @@ def a_first(grid, is_elsewhere):
     return (grid[0] - 1, grid[1] // 2) if is_elsewhere else (0, 0)
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_there_and_back(grid, axis_type, rng):
@@ -106,14 +107,6 @@ def test_there_and_back(grid, axis_type, rng):
         assert_holds(laid, x)
         assert_holds(relaid, x)
         np.testing.assert_array_equal(np.asarray(back), x)
-
-
-@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)], ids=str)
-def test_empty_matrices(shape):
-    mesh, layout = mesh_over((2, 2)), BlockCyclic((2, 2), (2, 3))
-    laid = lay(np.zeros(shape, np.float32), layout, mesh)
-    assert laid.data.size == 0
-    assert whole(laid).shape == shape
 
 
 def test_a_sharded_matrix_moves_by_all_to_all_alone(rng):
@@ -168,7 +161,7 @@ def operand_layouts(grid, transposition, blocks, is_elsewhere):
 PRODUCTS = (((8, 16, 8), (2, 2, 2), False), ((13, 11, 17), (3, 5, 2), True), ((1, 2, 3), (4, 4, 4), True))
 
 
-@pytest.mark.small("pairs")
+@pytest.mark.small("values", of=lambda grid, dtype, implementation: (grid, (dtype, implementation)))
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -238,7 +231,7 @@ def test_empty_products(m, n, k):
     np.testing.assert_array_equal(whole(jaxmp.matmul(a, b, c, beta=2.0)), np.full((m, n), 2.0 * (k == 0)))
 
 
-@pytest.mark.small("pairs")
+@pytest.mark.small("values")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)

@@ -203,20 +203,6 @@ def test_one_rank_needs_no_devices(required):
     assert {primitive.name for primitive in required} == {"jaxmp_partitioned_matmul"}  # may have several ranks
 
 
-@pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
-def test_an_all_reduce_reaches_the_library_in_its_one_form(sharded, transposition):
-    """The library's form is TN; other forms are copied, or scattered and gathered. C is added after the sum."""
-    ta, tb = (letter == "T" for letter in transposition)
-    a = sharded((16, 8), "y", None) if ta else sharded((8, 16), None, "y")
-    b = sharded((12, 16), None, "y") if tb else sharded((16, 12), "y", None)
-    f = functools.partial(ask, out_sharding=P(None, None), transpose_a=ta, transpose_b=tb)
-    (line,) = texts(f, a, b)
-    assert ('pattern = "all_reduce"' in line) == ('trans_a = "T"' in line and 'trans_b = "N"' in line)
-    assert 'pattern = "all_reduce"' in line or 'pattern = "reduce_scatter"' in line
-    (line,) = texts(functools.partial(f, beta=2.0), a, b, sharded((8, 12)))
-    assert 'dtype_c = "f32"' in line
-
-
 @pytest.mark.parametrize("shapes", [((8, 0), (0, 12)), ((0, 16), (16, 12))], ids=["k", "m"])
 def test_nothing_to_multiply_is_no_call(shapes):
     a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
@@ -233,46 +219,39 @@ def test_gradients_for_cuda_are_calls_of_the_library(sharded):
     assert sorted(re.search(r'pattern = "(\w+)"', line)[1] for line in lines) == ["all_gather", "local"]
 
 
+def exported(f, operands, *platforms):
+    pytest.importorskip("flatbuffers")
+    names = ("jaxmp_matmul", "jaxmp_partitioned_matmul")
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
+    return jax.export.export(jax.jit(f), platforms=platforms, disabled_checks=checks)(*operands)
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
 def test_a_program_for_cuda_is_exported(mesh_of, axis_type):
-    pytest.importorskip("flatbuffers")
     mesh = mesh_of({"y": 4}, axis_type)
     shardings = {"in_shardings": (P("y", None), P(None, "y"))} if axis_type == AxisType.Auto else {}
-    f = functools.partial(ask, out_sharding=P(None, "y"), **shardings)
     a = cases.typed(mesh, (8, 16), "y", None, dtype=jnp.bfloat16)
     b = cases.typed(mesh, (16, 12), None, "y", dtype=jnp.bfloat16)
     with jax.set_mesh(mesh):
-        exported = jax.export.export(
-            jax.jit(f), platforms=["cuda"], disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("jaxmp_matmul")]
-        )(a, b)
-    again = jax.export.deserialize(exported.serialize())
+        program = exported(functools.partial(ask, out_sharding=P(None, "y"), **shardings), (a, b), "cuda")
+    again = jax.export.deserialize(program.serialize())
     assert (again.platforms, again.nr_devices) == (("cuda",), 4)
     assert '"all_gather"' in again.mlir_module()
 
 
-def test_one_export_serves_both_platforms(sharded):
-    pytest.importorskip("flatbuffers")
-    a, b = sharded((8, 16), "y", None), sharded((16, 12), None, "y")
-    exported = jax.export.export(
-        jax.jit(functools.partial(jaxmp.matmul, out_sharding=P(None, "y"))),
-        platforms=["cpu", "cuda"],
-        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("jaxmp_matmul")],
-    )(a, b)
-    module = exported.mlir_module()
+def test_one_export_serves_both_platforms(sharded, mesh_of):
+    """On automatic axes XLA's partitioner asks for the call of each platform; this test checks the one for CPUs."""
+    operands = sharded((8, 16), "y", None), sharded((16, 12), None, "y")
+    module = exported(functools.partial(jaxmp.matmul, out_sharding=P(None, "y")), operands, "cpu", "cuda").mlir_module()
     assert module.count("@jaxmp_matmul") == 1
     assert "stablehlo.all_gather" in module
-
-
-def test_one_export_on_automatic_axes_serves_both_platforms(mesh_of):
-    """XLA's partitioner asks for the call of each platform; this test checks the one for CPUs."""
-    pytest.importorskip("flatbuffers")
     mesh = mesh_of({"y": 4}, AxisType.Auto)
     a, b = (np.ones(shape, np.float32) for shape in ((8, 16), (16, 12)))
     placed = cases.put(a, mesh, P(None, "y")), cases.put(b, mesh, P("y", None))
-    check = jax.export.DisabledSafetyCheck.custom_call("jaxmp_partitioned_matmul")
-    exported = jax.export.export(jax.jit(jaxmp.matmul), platforms=["cpu", "cuda"], disabled_checks=[check])(*placed)
-    assert sorted(re.findall(r"platform\\22: \\22(\w+)", exported.mlir_module())) == ["cpu", "cuda"]
-    np.testing.assert_array_equal(jax.jit(exported.call)(*placed), a @ b)
+    with jax.set_mesh(mesh):
+        program = exported(jaxmp.matmul, placed, "cpu", "cuda")
+        assert sorted(re.findall(r"platform\\22: \\22(\w+)", program.mlir_module())) == ["cpu", "cuda"]
+        np.testing.assert_array_equal(jax.jit(program.call)(*placed), a @ b)
 
 
 def test_explain_tells_what_cublasmp_will_be_asked(sharded, cards, monkeypatch):

@@ -104,10 +104,16 @@ def test_drawn_products_of_groups(number):
     want = jax.jit(functools.partial(results_of, way, plain))(*operands)
     options = {"determinism": level, "preferred_element_type": preferred}
     case = f"{way}, {axes} {kind}, {drawn}, {sizes} from {first}, {level}"
-    run = functools.partial(results_of, way)
-    run = run if way == "eager" else functools.partial(jax.jit, static_argnums=0)(run)
+
+    def ours(x, w):
+        if is_contraction:
+            return jaxmp.ragged_dot_general(x, w, listed, CONTRACTED, **options)
+        return jaxmp.ragged_dot(x, w, listed, offset, **options)
+
+    run = functools.partial(results_of, way, ours)
+    run = run if way == "eager" else jax.jit(run)
     if not axes:
-        got = run(Product(listed, offset, is_contraction, **options), *operands)
+        got = run(*operands)
     else:
         is_told = kind == AxisType.Auto and not is_contraction and rng.choice((True, False))
         is_asked = kind == AxisType.Explicit or is_told or rng.choice((True, False))
@@ -118,22 +124,10 @@ def test_drawn_products_of_groups(number):
         with jax.set_mesh(mesh):
             specs = [spec for *_, spec in (*drawn, *drawn[:2])]
             placed = [jax.device_put(y, NamedSharding(mesh, spec)) for y, spec in zip(operands, specs, strict=True)]
-            got = run(Product(listed, offset, is_contraction, **options), *placed)
+            got = run(*placed)
     try:
         assert_same(got, want)
     except AssertionError as error:
         raise AssertionError(case) from error
     if number % 20 == 19:
         jax.clear_caches()
-
-
-class Product:
-    """A product with options, hashable so that `jax.jit` takes it as a static argument."""
-
-    def __init__(self, sizes, offset, is_contraction, **options):
-        self.sizes, self.offset, self.is_contraction, self.options = sizes, offset, is_contraction, options
-
-    def __call__(self, x, w):
-        if self.is_contraction:
-            return jaxmp.ragged_dot_general(x, w, self.sizes, CONTRACTED, **self.options)
-        return jaxmp.ragged_dot(x, w, self.sizes, self.offset, **self.options)

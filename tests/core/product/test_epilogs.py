@@ -23,15 +23,11 @@ EXPLICIT = modes.BY_ID["explicit"]
 # Process rows and columns, and m, n and k per shard. A mask has eight columns of d in a byte. If b is stored
 # transposed, its columns are split over another number of devices than d's, so pieces end anywhere within a byte.
 GRIDS = (
-    (1, 2, (3, 5, 2)),
     (2, 1, (3, 13, 2)),
-    (4, 1, (2, 33, 3)),
-    (1, 4, (3, 9, 2)),
     (7, 1, (8, 1, 2)),
     (3, 2, (2, 11, 2)),
     (2, 4, (3, 65, 1)),
     (2, 2, (3, 129, 2)),
-    (1, 1, (2, 127, 2)),
     (2, 1, (2, 128, 2)),
     (1, 2, (2, 300, 2)),
 )
@@ -61,21 +57,15 @@ def test_masks_and_gradients_are_exact(case, epilog, options, rng):
 
 
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
-def test_relu_of_zero_is_not_marked_and_passes_no_gradient(implementation):
-    a, b = jnp.zeros((2, 3)), jnp.ones((3, 4))
-    f = functools.partial(jaxmp.matmul, epilog=Epilog.RELU_AUX, implementation=implementation)
-    d, aux = f(a, b)
-    assert not np.any(d)
-    assert not np.any(aux["relu_aux"])
-    assert not np.any(jax.grad(lambda a: f(a, b)[0].sum())(a))
-
-
-@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
-@pytest.mark.parametrize("epilog", [Epilog.RELU, Epilog.GELU], ids=lambda e: e.name)
-def test_activations_of_extreme_values(epilog, implementation):
-    z = np.array([[-3e38, -1e4, -20.0, 0.0, 20.0, 1e4, 3e38, np.nan]], np.float32)
-    d = jaxmp.matmul(jnp.ones((1, 1)), jnp.asarray(z), epilog=epilog, implementation=implementation)
-    np.testing.assert_array_equal(np.asarray(d), np.where(z < 0, 0, z))
+def test_epilogs_of_extreme_values(implementation):
+    """Far out, gelu and its derivative are those of relu."""
+    z = np.array([[-3e38, -1e19, -1e4, -40.0, 0.0, 40.0, 1e4, 1e19, 3e38, np.nan]], np.float32)
+    for epilog in (Epilog.RELU, Epilog.GELU):
+        d = jaxmp.matmul(jnp.ones((1, 1)), jnp.asarray(z), epilog=epilog, implementation=implementation)
+        np.testing.assert_array_equal(d, np.where(z < 0, 0, z))
+    options = {"epilog": Epilog.DGELU, "epilog_inputs": {"gelu_aux": jnp.asarray(z)}, "implementation": implementation}
+    d = jaxmp.matmul(jnp.ones((1, 2)), jnp.ones((2, z.size)), **options)
+    np.testing.assert_array_equal(d, np.where(np.isnan(z), np.nan, 1 + np.sign(z)))
 
 
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
@@ -116,8 +106,7 @@ def test_the_sums_of_an_operand_that_is_gathered(epilog, summed, other, out, rng
         cotangents = pull(tuple(map(jnp.ones_like, results)))
     d, of_y = (x.T @ y, y) if is_a else (y.T @ x, y)
     wants = (d, x.sum(0), np.ones_like(x) + of_y.sum(1)[:, None], np.broadcast_to(x.sum(1)[:, None], y.shape))
-    for got, want in zip((*results, *cotangents), wants, strict=True):
-        np.testing.assert_array_equal(np.asarray(got), want)
+    jax.tree.map(np.testing.assert_array_equal, (*results, *cotangents), wants)
 
 
 @pytest.mark.parametrize("name", ["ar-data", "local"])
@@ -145,19 +134,6 @@ def test_allreduce_is_what_the_pattern_does(name, rng):
 
 
 AUX = ("relu_aux", "gelu_aux")
-
-
-def test_the_derivative_of_gelu_far_out_is_that_of_relu():
-    z = np.array([-3e38, -1e19, -40, 40, 1e19, 3e38, np.nan], np.float32)
-    for implementation in cases.IMPLEMENTATIONS:
-        d = jaxmp.matmul(
-            jnp.ones((1, 2)),
-            jnp.ones((2, 7)),
-            epilog=Epilog.DGELU,
-            epilog_inputs={"gelu_aux": jnp.asarray(z)[None]},
-            implementation=implementation,
-        )
-        np.testing.assert_array_equal(np.asarray(d)[0], np.where(np.isnan(z), np.nan, 2 * (z > 0)))
 
 
 @pytest.mark.parametrize("name", ["local", "rs-transposed", "ag-transposed"])

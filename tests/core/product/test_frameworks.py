@@ -39,18 +39,15 @@ def judge(got, want, dtype="float32", roundings=256):
 
 
 class Mlp(nnx.Module):
-    """A column-parallel and a row-parallel layer; `out_sharding` is given on explicit axes only."""
+    """A column-parallel and a row-parallel layer."""
 
-    def __init__(self, dot_general, is_explicit):
-        rngs, self.is_explicit = nnx.Rngs(0), is_explicit
-        metadata = [{"out_sharding": (None, "y")}, {"out_sharding": ("y", None)}] if is_explicit else [{}, {}]
-        layer = {"dot_general": dot_general, "rngs": rngs, "bias_init": nnx.initializers.normal()}
-        self.up = nnx.Linear(WIDTH, HIDDEN, kernel_metadata=metadata[0], **layer)
-        self.down = nnx.Linear(HIDDEN, WIDTH, kernel_metadata=metadata[1], **layer)
+    def __init__(self, dot_general):
+        layer = {"dot_general": dot_general, "rngs": nnx.Rngs(0), "bias_init": nnx.initializers.normal()}
+        self.up = nnx.Linear(WIDTH, HIDDEN, kernel_metadata={"out_sharding": (None, "y")}, **layer)
+        self.down = nnx.Linear(HIDDEN, WIDTH, kernel_metadata={"out_sharding": ("y", None)}, **layer)
 
     def __call__(self, x):
-        columns, rows = ({"out_sharding": spec} if self.is_explicit else {} for spec in (COLUMNS, ROWS))
-        return self.down(nnx.gelu(self.up(x, **columns)), **rows)
+        return self.down(nnx.gelu(self.up(x, out_sharding=COLUMNS)), out_sharding=ROWS)
 
 
 @nnx.jit
@@ -58,40 +55,20 @@ def loss_and_gradients(model, x):
     return nnx.value_and_grad(lambda model, x: jnp.sum(model(x) ** 2), argnums=(0, 1))(model, x)
 
 
-def run(dot_general, axis_type, x):
-    """Returns [loss, gradients...] on the mesh, or on one device if `axis_type` is None."""
-    if axis_type is None:
-        return jax.tree.leaves(loss_and_gradients(Mlp(dot_general, False), x))
-    mesh = MESH.jax_mesh(axis_type)
+def test_nnx(rng):
+    mesh, x = MESH.jax_mesh(), rng.standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32)
     with jax.set_mesh(mesh):
         x = cases.put(x, mesh, ROWS)
-        return jax.tree.leaves(loss_and_gradients(Mlp(dot_general, axis_type == AxisType.Explicit), x))
-
-
-@pytest.mark.small("values")
-@AXIS_TYPES
-def test_nnx(axis_type, rng):
-    x = rng.standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32)
-    got, want = (run(f, axis_type, x) for f in (jaxmp.dot_general, jax.lax.dot_general))
+        models = Mlp(jaxmp.dot_general), Mlp(jax.lax.dot_general)
+        got, want = (jax.tree.leaves(loss_and_gradients(model, x)) for model in models)
     judge(got, want)
-    if axis_type == AxisType.Explicit:
-        assert all(g.sharding.is_equivalent_to(w.sharding, g.ndim) for g, w in zip(got, want, strict=True))
-
-
-def test_nnx_model_that_the_program_makes_itself():
-    @nnx.jit(static_argnums=0)
-    def create(dot_general):
-        model = Mlp(dot_general, is_explicit=False)
-        return model, loss_and_gradients(model, jnp.ones((BATCH, LENGTH, WIDTH)))
-
-    with jax.set_mesh(MESH.jax_mesh(AxisType.Auto)):
-        judge(*(create(f) for f in (jaxmp.dot_general, jax.lax.dot_general)))
+    assert all(g.sharding.is_equivalent_to(w.sharding, g.ndim) for g, w in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize(
     ("make", "shape", "spec", "calls"),
     [
-        (lambda: Mlp(jaxmp.dot_general, True), (BATCH, LENGTH, WIDTH), ROWS, ["all_gather", "reduce_scatter"]),
+        (lambda: Mlp(jaxmp.dot_general), (BATCH, LENGTH, WIDTH), ROWS, ["all_gather", "reduce_scatter"]),
         (lambda: of_nnx(jaxmp.flax.Linear, True, activation="gelu"), (4, IN), FEATURES, ["local"]),
     ],
 )

@@ -77,12 +77,12 @@ def test_results_and_gradients(layout, implementation, mesh, rng):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_int8_is_planned_alike_with_dimension_numbers(layout, implementation, mesh, rng):
+def test_int8_is_planned_alike_with_dimension_numbers(layout, mesh, rng):
     spec_a, spec_b, out, _ = LAYOUTS[layout]
     n = 64 if layout.startswith("features") else 8
     values = [rng.integers(-128, 128, shape).astype(np.int8) for shape in ((4, 8, 16), (16, n))]
     a, b = (jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(values, (spec_a, spec_b), strict=True))
-    options = {"preferred_element_type": jnp.int32, "out_sharding": out, "implementation": implementation}
+    options = {"preferred_element_type": jnp.int32, "out_sharding": out}
     products = (
         functools.partial(jaxmp.matmul, **options),
         lambda a, b: jaxmp.dot_general(a, b, (((2,), (0,)), ((), ())), **options),
@@ -91,27 +91,7 @@ def test_int8_is_planned_alike_with_dimension_numbers(layout, implementation, me
         np.testing.assert_array_equal(jax.jit(product)(a, b), values[0].astype(np.int32) @ values[1].astype(np.int32))
     rows = [jaxmp.explain(product, quiet=True)(a, b).rows for product in products]
     assert [row.pattern for row in rows[0]] == [row.pattern for row in rows[1]]
-    assert implementation or rows[0][0].pattern == "grid"
-
-
-@pytest.mark.parametrize("layout", ["weights", "features beside data parallelism"])
-def test_batches_of_weights_and_complex_numbers(layout, implementation, mesh, rng):
-    spec_a, spec_b, out, _ = LAYOUTS[layout]
-    a, b = cases.integers(rng, 4, 8, 16), cases.integers(rng, 2, 16, 8)
-    a, b = a + 1j * a[::-1], b + 1j * b[::-1]
-    pairs = (a, spec_a), (b, P(None, *spec_b))
-    a, b = (jax.device_put(x.astype(np.complex64), NamedSharding(mesh, spec)) for x, spec in pairs)
-
-    def gradients(product, a, b):
-        def loss(a, b):
-            return (jax.vmap(product, in_axes=(None, 0))(a, b).real ** 2).sum()
-
-        return jax.jit(jax.grad(loss, argnums=(0, 1)))(a, b)
-
-    ours = functools.partial(jaxmp.matmul, out_sharding=out, implementation=implementation)
-    wanted = gradients(jnp.matmul, *map(np.asarray, (a, b)))  # with an out_sharding, jnp fails under vmap
-    for x, y in zip(gradients(ours, a, b), wanted, strict=True):
-        np.testing.assert_array_equal(x, y)
+    assert rows[0][0].pattern == "grid"
 
 
 def test_a_grid_is_used_if_it_costs_no_more_than_moving_rows(mesh):

@@ -2,6 +2,7 @@
 operands first, the product is right, and as slow as without jaxmp."""
 
 import functools
+import re
 from collections import Counter
 
 import cases
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import transfers
 from compiled import calls_of, collectives_of, compiled_text, other_products_of
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import Epilog
@@ -43,7 +46,6 @@ COMPILED = {
     "gather-b": ((["local"], ["all-gather"]), (["all_reduce"], []), (["local"], [])),
 }
 PROGRAMS = ("forward", "gradient in a", "gradient in b")
-SHARD_MAP = [modes.BY_ID["shard_map"], modes.BY_ID["shard_map-unchecked"]]
 
 
 def programs(mode, case, **options):
@@ -60,7 +62,21 @@ def programs(mode, case, **options):
     return dict(zip(PROGRAMS, ((f, (a, b)), (gradient(0), (a, b, w)), (gradient(1), (a, b, w))), strict=True))
 
 
-def check_compiled(mode, case, name):
+EVERY = [cases.BY_NAME[name] for name in COMPILED]
+CALLS = modes.pairs([modes.BY_ID["explicit"]], EVERY)
+# On auto axes XLA chooses the sharding of a replicated operand's gradient, so no gather is needed.
+CALLS += modes.pairs([modes.BY_ID["in_shardings"]], [case for case in EVERY if case.name != "local-sliced"])
+CALLS += modes.pairs([modes.BY_ID["shard_map"]], cases.MATRIX)
+
+
+def of_calls(mode, case, name):
+    return (case.name, name), (mode.id, case.pattern, case.computes_transposed, name)
+
+
+@pytest.mark.small("values", of=of_calls)
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("mode", "case"), CALLS)
+def test_calls_and_collectives(mode, case, name):
     case = case.replace(per_shard=(4, 4, 4))
     with mode.scope(case):
         program, arguments = programs(mode, case)[name]
@@ -74,26 +90,6 @@ def check_compiled(mode, case, name):
     named["all-gather"] += named.pop("reshard", 0)
     assert +named == Counter(collectives), "explain names every collective, and no other"
     assert sorted(row.pattern for row in rows if row.operation.startswith("matmul")) == calls
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME[name] for name in COMPILED]))
-def test_explicit_axes(case, name):
-    check_compiled(modes.BY_ID["explicit"], case, name)
-
-
-# On auto axes XLA chooses the sharding of a replicated operand's gradient, so no gather is needed.
-@pytest.mark.small("values", of=lambda case, name: (case, (case.pattern, case.computes_transposed, name)))
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME[name] for name in COMPILED if name != "local-sliced"]))
-def test_in_shardings(case, name):
-    check_compiled(modes.BY_ID["in_shardings"], case, name)
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("case", cases.by_id([c for c in cases.MATRIX if SHARD_MAP[0].serves(c)]))
-def test_inside_shard_map(case, name):
-    check_compiled(SHARD_MAP[0], case, name)
 
 
 @pytest.mark.small("values")
@@ -200,3 +196,16 @@ def test_the_packed_mask_is_the_residual_of_relu():
     _, pullback = jax.vjp(lambda a, b: jaxmp.matmul(a, b, epilog=Epilog.RELU), a, b)
     kept = Counter((x.shape, x.dtype.name) for x in jax.tree.leaves(pullback) if x.shape not in (a.shape, b.shape))
     assert kept == {((64, 256 // 8), "uint8"): 1}
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0]], ids=str)
+def test_a_program_of_one_call_has_nothing_to_compile(order, rng):
+    """XLA starts LLVM for any operation of its own, which took a third of the compile time of such a program."""
+    mesh = Mesh(np.array(jax.devices())[order].reshape(2, 2), ("y", "x"), axis_types=(AxisType.Explicit,) * 2)
+    operands = (
+        cases.put(cases.integers(rng, *shape), mesh, spec)
+        for shape, spec in (((8, 6), P("y", "x")), ((6, 4), P("x", None)))
+    )
+    product = functools.partial(jaxmp.matmul, out_sharding=NamedSharding(mesh, P("y", None)), implementation="host")
+    operations = set(re.findall(r"^ *(?:ROOT )?%\S+ = \S+ ([\w-]+)\(", compiled_text(product, *operands), re.MULTILINE))
+    assert operations == {"parameter", "partition-id", "custom-call"}

@@ -3,6 +3,7 @@ is stored transposed, if ranks share the sums or if a batch folds; sums could be
 bias or an activation could be applied before the scales."""
 
 import functools
+import itertools
 
 import bounds
 import cases
@@ -11,9 +12,19 @@ import jax.numpy as jnp
 import modes
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from low_precision_cases import F32, IMPLEMENTATIONS, PATTERNS, by_name, powers, small
+from low_precision_cases import (
+    F32,
+    IMPLEMENTATIONS,
+    PATTERNS,
+    by_name,
+    make_scale,
+    powers,
+    products_of,
+    scaled,
+    small,
+    specs_of_scales,
+)
 
 import jaxmp
 from jaxmp import Epilog, Scaling, testing
@@ -23,63 +34,32 @@ KINDS = (("rows", "rows"), ("rows", "scalar"), ("none", "rows"), ("scalar", "sca
 WAYS = modes.pairs(modes.MODES, by_name("local", "ag", "rs", "ar", "grid", "ag-transposed", "rs-transposed"))
 
 
-def scale_of(kind, rows, rng):
-    return {"none": None, "scalar": powers(rng, ()), "rows": powers(rng, (rows,))}[kind]
-
-
-def factor(scale, along):
-    return 1 if scale is None else scale if np.ndim(scale) == 0 else np.expand_dims(scale, 1 - along)
-
-
 def drawn(case, kinds, rng):
     """Returns stored operands, their scales, and the product; scales are powers of two, so every step is exact."""
     (m, n, k), values = case.extents, functools.partial(rng.integers, -128, 128, dtype=np.int8)
     a, b = values((m, k)), values((k, n))
-    scales = [scale_of(kind, rows, rng) for kind, rows in zip(kinds, (m, n), strict=True)]
-    want = (a.astype(np.int32) @ b.astype(np.int32)).astype(np.float32) * factor(scales[0], 0) * factor(scales[1], 1)
+    scales = [make_scale(rng, kind, (rows, k)) for kind, rows in zip(kinds, (m, n), strict=True)]
+    want = (scaled(a, scales[0]) @ scaled(b.T, scales[1]).T).astype(np.float32)
     stored = [np.ascontiguousarray(x.T) if t == "T" else x for x, t in zip((a, b), case.transposition, strict=True)]
     return *stored, *scales, want
-
-
-def specs_of_scales(case, scales):
-    """Returns the shardings of the scales: as the rows of a and the columns of b; P() for scalars."""
-    (a, b), (of_a, of_b) = case.stored, case.transposition
-    outer = P(a[of_a == "T"]), P(b[of_b == "N"])
-    return [P() if np.ndim(scale) == 0 else spec for scale, spec in zip(scales, outer, strict=True)]
 
 
 @pytest.mark.parametrize("case", [*PATTERNS, *by_name("gather-a", "gather-b", "grid-2x4")], ids=lambda case: case.name)
 def test_every_scale_reaches_its_row(case, rng):
     options = ({}, {"implementation": "xla"}, {"determinism": "topology"})
     options += ({"determinism": "batch", "implementation": "xla"},)
-    todo = [
-        (case.replace(transposition=transposition, per_shard=(3, 5, 7)), kinds, each)
-        for i, transposition in enumerate(cases.TRANSPOSITIONS)
-        for j, each in enumerate(options)
-        for kinds in {KINDS[0], KINDS[(i + j) % len(KINDS)]}
-    ]
-    if case.name == "grid-2x4":  # only hostmp multiplies this
-        todo = [(each, kinds, given) for each, kinds, given in todo if "implementation" not in given]
-    mesh, given = case.jax_mesh(AxisType.Explicit), [drawn(each, kinds, rng) for each, kinds, _ in todo]
-
-    def program(placed):
-        return [
-            jaxmp.matmul(a, b, scaling=Scaling(a=s, b=t), out_sharding=each.out, **each.transpose, **options)
-            for (each, _, options), (a, b, s, t) in zip(todo, placed, strict=True)
-        ]
-
-    with jax.set_mesh(mesh):
-        placed = [
-            [
-                None if x is None else cases.put(x, mesh, spec)
-                for x, spec in zip(operands[:4], (*each.stored, *specs_of_scales(each, operands[2:4])), strict=True)
-            ]
-            for (each, *_), operands in zip(todo, given, strict=True)
-        ]
-        results = jax.jit(program)(placed)
-    for d, (each, kinds, options), operands in zip(results, todo, given, strict=True):
+    calls, wanted = [], []
+    for (i, transposition), (j, each) in itertools.product(enumerate(cases.TRANSPOSITIONS), enumerate(options)):
+        if case.name == "grid-2x4" and "implementation" in each:  # only hostmp multiplies this
+            continue
+        for kinds in {KINDS[0], KINDS[(i + j) % len(KINDS)]}:
+            stored = case.replace(transposition=transposition, per_shard=(3, 5, 7))
+            *operands, want = drawn(stored, kinds, rng)
+            calls.append((stored, operands, each))
+            wanted.append((want, f"{stored.id} {kinds} {each}"))
+    for d, (want, name) in zip(products_of(calls), wanted, strict=True):
         assert d.dtype == jnp.float32
-        testing.assert_bitwise_equal(d, operands[-1], f"{each.id} {kinds} {options}")
+        testing.assert_bitwise_equal(d, want, name)
 
 
 @pytest.mark.small("values")
@@ -169,8 +149,7 @@ def test_gradients_are_those_of_decoded_operands(rng):
         got = jax.jit(jax.grad(ours, (0, 1, 2, 3)))(*placed)
         (of_a,) = jax.grad(ours, (4,), allow_int=True)(*placed)
     assert of_a.dtype == jax.dtypes.float0
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_array_equal(x, y)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_vmap_folds_rows_with_their_scales(rng):

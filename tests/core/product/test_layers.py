@@ -60,41 +60,23 @@ def scanned(f, x):
 
 
 TRANSFORMS = (first_order, second_order, rematerialized, scanned)
+MODES = ("explicit", "in_shardings", "partitioner", "shard_map", "shard_map-unchecked")
 
 
-# Ways to call.
-
-
-def explicit(layer, mesh, layout, **options):
-    return functools.partial(getattr(jaxmp, layer), out_sharding=specs_of(layer, layout)[1], **options)
-
-
-def in_shardings(layer, mesh, layout, **options):
+def call(mode, layer, mesh, layout, **options):
+    """Returns a function of the layer's operands that calls it in this way."""
+    f = functools.partial(getattr(jaxmp, layer), **options)
     specs, y = specs_of(layer, layout)
-    given = tuple(spec for name, spec in specs.items() if name in ("x", "w", "w_in", "w_out", "w_gate", "w_down"))
-    return functools.partial(getattr(jaxmp, layer), in_shardings=given, out_sharding=y, mesh=mesh, **options)
-
-
-def partitioner(layer, mesh, layout, **options):
-    out = NamedSharding(mesh, specs_of(layer, layout)[1])
-    return functools.partial(getattr(jaxmp, layer), out_sharding=out, **options)
-
-
-def shard_map(layer, mesh, layout, check_vma=True, **options):
-    named = {} if layer == "linear" else {"axis_name": "model"}
-    specs, y = specs_of(layer, layout)
-    body = functools.partial(getattr(jaxmp, layer), **named, **options)
+    if mode == "explicit":
+        return functools.partial(f, out_sharding=y)
+    if mode == "partitioner":
+        return functools.partial(f, out_sharding=NamedSharding(mesh, y))
+    if mode == "in_shardings":
+        given = tuple(spec for name, spec in specs.items() if name in ("x", "w", "w_in", "w_out", "w_gate", "w_down"))
+        return functools.partial(f, in_shardings=given, out_sharding=y, mesh=mesh)
+    f = f if layer == "linear" else functools.partial(f, axis_name="model")
     in_specs = tuple(spec for name, spec in specs.items() if name != "ct")
-    return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=y, check_vma=check_vma)
-
-
-MODES = {
-    "explicit": explicit,
-    "in_shardings": in_shardings,
-    "partitioner": partitioner,
-    "shard_map": shard_map,
-    "shard_map-unchecked": functools.partial(shard_map, check_vma=False),
-}
+    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=y, check_vma=mode == "shard_map")
 
 
 def expected(layer, transform, x, **options):
@@ -102,9 +84,9 @@ def expected(layer, transform, x, **options):
     wide = {name: cases.wide(v) for name, v in x.items()}
     absolute = {name: np.abs(v) for name, v in wide.items()}
     f = functools.partial(getattr(reference, layer), **options)
+    major = functools.partial(f, is_majorant=True)
     with jax.enable_x64(True):
-        want = jax.jit(functools.partial(transform, f))(wide)
-        return want, jax.jit(functools.partial(transform, functools.partial(f, is_majorant=True)))(absolute)
+        return jax.jit(lambda x, size: (transform(f, x), transform(major, size)))(wide, absolute)
 
 
 def judge(name, got, want, major, dtype="float32"):
@@ -114,18 +96,10 @@ def judge(name, got, want, major, dtype="float32"):
         bounds.judge(f"{name}[{i}]", g, np.asarray(w), allowed)
 
 
-def run(layer, layout, mode, transform, activation, rng, dtype="float32"):
-    mesh = MESH.jax_mesh(AxisType.Explicit if mode == "explicit" else AxisType.Auto)
-    x, (specs, _) = data(layer, layout, rng, dtype), specs_of(layer, layout)
-    f = MODES[mode](layer, mesh, layout, activation=activation)
-    with jax.set_mesh(mesh):
-        got = jax.jit(functools.partial(transform, f))(place(mesh, x, specs))
-    judge(f"{layer} {layout} {mode}", got, *expected(layer, transform, x, activation=activation), dtype)
-
-
 def columns(layer, layout, mode, transform, activation, dtype):
     """Returns the combinations that the small suite covers: pairs with the layer and with each transform."""
-    return (layer, layout), (layer, mode), (layer, transform), (layer, activation, dtype), (layout, transform), dtype
+    of_layer = (layer, layout), (layer, mode), (layer, transform), (layer, activation)
+    return *of_layer, (layout, transform), (activation, dtype)
 
 
 ACTIVATIONS = ("relu", "gelu", "gelu_exact", "silu", "tanh", "sigmoid")
@@ -150,7 +124,12 @@ COMBINATIONS = [
 @pytest.mark.small("values", of=columns)
 @pytest.mark.parametrize(("layer", "layout", "mode", "transform", "activation", "dtype"), COMBINATIONS)
 def test_values_and_derivatives(layer, layout, mode, transform, activation, dtype, rng):
-    run(layer, layout, mode, transform, activation, rng, dtype)
+    mesh = MESH.jax_mesh(AxisType.Explicit if mode == "explicit" else AxisType.Auto)
+    x, (specs, _) = data(layer, layout, rng, dtype), specs_of(layer, layout)
+    f = call(mode, layer, mesh, layout, activation=activation)
+    with jax.set_mesh(mesh):
+        got = jax.jit(functools.partial(transform, f))(place(mesh, x, specs))
+    judge(f"{layer} {layout} {mode}", got, *expected(layer, transform, x, activation=activation), dtype)
 
 
 def integers(rng, shape, dtype):
@@ -254,6 +233,7 @@ def _strong(z):
     return z * jnp.float32(2)
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("activation", [*activations.FUNCTIONS, jax.nn.gelu, jax.nn.softplus, _strong])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_activations_of_weak_products_are_weak_as_in_jax(activation, has_bias, standard_promotion):

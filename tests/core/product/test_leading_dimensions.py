@@ -9,7 +9,6 @@ import re
 import cases
 import jax
 import jax.numpy as jnp
-import modes
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -23,24 +22,15 @@ _XY = ("x", "y")
 # id: (spec of a (4, 8, 6) or (2, 4, 8, 6), spec of b (6, 4), spec of the result, pattern)
 LEADING = {
     "local over the batch": (P("x", None, None), P(None, "y"), P("x", None, "y"), "local"),
-    "gather rows": (P(None, "y", None), P(None, "y"), P(None, None, "y"), "all_gather"),
     "gather rows, batch sharded": (P("x", "y", None), P(None, "y"), P("x", None, "y"), "all_gather"),
     "gather the batch": (P("y", None, None), P(None, "y"), P(None, None, "y"), "all_gather"),
-    "gather rows of two axes": (P(None, _XY, None), P(None, _XY), P(None, None, _XY), "all_gather"),
-    "scatter rows": (P(None, None, "y"), P("y", None), P(None, "y", None), "reduce_scatter"),
     "scatter rows, batch sharded": (P("x", None, "y"), P("y", None), P("x", "y", None), "reduce_scatter"),
     "scatter the batch": (P(None, None, "y"), P("y", None), P("y", None, None), "reduce_scatter"),
     "scatter behind an axis": (P(None, "x", "y"), P("y", None), P(None, _XY, None), "reduce_scatter"),
     "scatter columns": (P("x", None, "y"), P("y", None), P("x", None, "y"), "reduce_scatter"),
     "all-reduce": (P("x", None, "y"), P("y", None), P("x", None, None), "all_reduce"),
     "two batch dimensions, gather": (P("x", None, "y", None), P(None, "y"), P("x", None, None, "y"), "all_gather"),
-    "two batch dimensions, scatter": (P("x", None, None, "y"), P("y", None), P("x", None, "y", None), "reduce_scatter"),
-    "two batch dimensions, scatter one": (
-        P("x", None, None, "y"),
-        P("y", None),
-        P("x", "y", None, None),
-        "reduce_scatter",
-    ),
+    "two batch dimensions, scatter": (P("x", None, None, "y"), P("y", None), P("x", "y", None, None), "reduce_scatter"),
 }
 
 
@@ -88,35 +78,6 @@ def test_leading_dimensions(a_spec, b_spec, out, pattern, transpose_a, implement
         np.testing.assert_array_equal(bits[..., : 4 // shards].reshape(z.shape), z > 0)
     np.testing.assert_array_equal(da, (w @ b.T).swapaxes(-1, -2) if transpose_a else w @ b.T)
     np.testing.assert_array_equal(db, a.reshape(-1, 6).T @ w.reshape(-1, 4))
-
-
-IN_AXES = {"a last": (2, None), "b last": (None, 2), "both inner": (1, 1)}
-
-
-@pytest.mark.small("values", of=lambda case, axes, check_vma: (case, axes, check_vma))
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("axes", IN_AXES.values(), ids=IN_AXES.keys())
-@pytest.mark.parametrize("case", cases.by_id([c for c in cases.MATRIX if modes.BY_ID["shard_map"].serves(c)]))
-def test_vmap_over_other_dimensions_inside_shard_map(case, axes, check_vma, rng):
-    case = case.replace(per_shard=(2, 3, 2), transposition="TT")
-    examples = [case.integers(rng) for _ in range(3)]
-    pairs = zip(zip(*examples, strict=True), axes, strict=True)
-    stored = [xs[0] if axis is None else np.stack(xs, axis) for xs, axis in pairs]
-
-    def with_batch(spec, axis):
-        return spec if axis is None else P(*spec[:axis], None, *spec[axis:])
-
-    fn = functools.partial(modes.IN_SHARD_MAP[case.pattern](case), **case.transpose)
-    mapped = jax.shard_map(
-        jax.vmap(fn, axes),
-        mesh=case.jax_mesh(AxisType.Auto),
-        in_specs=tuple(with_batch(s, axis) for s, axis in zip(case.stored, axes, strict=True)),
-        out_specs=with_batch(case.out, 0),
-        check_vma=check_vma,
-    )
-    for got, pair in zip(np.asarray(jax.jit(mapped)(*stored)), examples, strict=True):
-        pair = [x if axis is not None else examples[0][i] for i, (x, axis) in enumerate(zip(pair, axes, strict=True))]
-        np.testing.assert_array_equal(got, np.matmul(*case.op(*pair)))
 
 
 def test_vmap_over_an_automatic_axis(mesh_of, rng):

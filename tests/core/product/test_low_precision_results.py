@@ -20,8 +20,8 @@ from low_precision_cases import (
     PATTERNS,
     TN,
     by_name,
-    call_sharded,
     make_scale,
+    products_of,
     saturated,
     scaled,
     small,
@@ -31,35 +31,42 @@ import jaxmp
 from jaxmp import Epilog, Scaling
 
 # All patterns on "host", and some on its oracle, "xla".
-BOTH = [*((case, "host") for case in PATTERNS), *((case, "xla") for case in PATTERNS[1::3])]
+BOTH = [*((case, "host") for case in PATTERNS), *((case, "xla") for case in by_name("ag-data", "rs-data", "ar"))]
 
 
-@pytest.mark.small("values")
+@pytest.mark.small("values", of=lambda case, implementation: (case.pattern, case.computes_transposed, implementation))
 @pytest.mark.parametrize(("case", "implementation"), BOTH)
-def test_float8_result_and_the_global_amax(case, implementation, rng):
-    """d saturates; amax is the largest value of all ranks before d's scale is applied."""
+def test_float8_results_and_their_global_amax(case, implementation, rng):
+    """d and gelu_aux saturate; an amax is the largest value of all ranks before a scale is applied to it."""
     case = case.replace(transposition="NT", per_shard=(16, 16, 16))
     m, n, k = case.extents
     a, b = small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)
-    a[-1], b[-1] = 3, 3  # the largest value is on the last rank, and beyond 448
-    want = scaled(a, None) @ scaled(b, None).T * 4
-    spec_a, spec_b = case.stored
+    a[-1], b[-1] = 3, -3  # the largest value is on the last rank, and beyond 448
+    z = scaled(a, None) @ scaled(b, None).T
     mesh = case.jax_mesh(AxisType.Explicit)
+    options = {"preferred_element_type": E4M3, "out_sharding": case.out, "implementation": implementation, **TN}
 
     @jax.jit
-    def program(a, b, scale, scale_d):
-        scaling = Scaling(a=scale, b=scale, d=scale_d, result_amax=True)
-        options = {"out_sharding": case.out, "implementation": implementation}
-        return jaxmp.matmul(a, b, scaling=scaling, preferred_element_type=E4M3, **TN, **options)
+    def program(a, b, two, scale_aux):
+        scaling = Scaling(a=two, b=two, d=two, result_amax=True)
+        of_gelu = Scaling(a=two, d=two, aux=scale_aux, aux_dtype=E4M3, aux_amax=True, result_amax=True)
+        gelu = jaxmp.matmul(a, b, alpha=1 / 16, epilog=Epilog.GELU_AUX, scaling=of_gelu, **options)
+        return jaxmp.matmul(a, b, scaling=scaling, **options), gelu
 
     with jax.set_mesh(mesh):
-        two = cases.put(np.float32(2), mesh, P())
-        d, more = program(cases.put(a, mesh, spec_a), cases.put(b, mesh, spec_b), two, two)
-    assert d.dtype == E4M3
-    np.testing.assert_array_equal(np.asarray(d), saturated(2 * want, E4M3))
-    assert np.abs(2 * want).max() > 448
-    assert more["result_amax"].shape == ()
-    assert float(more["result_amax"]) == np.abs(want).max()
+        specs = (*case.stored, P(), P())
+        arrays = (a, b, np.float32(2), np.float32(64))
+        (d, more), (y, aux) = program(*(cases.put(x, mesh, spec) for x, spec in zip(arrays, specs, strict=True)))
+    assert d.dtype == y.dtype == aux["gelu_aux"].dtype == E4M3
+    np.testing.assert_array_equal(np.asarray(d), saturated((8 * z).astype(np.float32), E4M3))
+    np.testing.assert_array_equal(np.asarray(aux["gelu_aux"]), saturated((8 * z).astype(np.float32), E4M3))
+    assert np.abs(8 * z).max() > 448
+    suite.check_replicas("gelu_aux", aux["gelu_aux"])
+    assert set(aux) == {"gelu_aux", "gelu_aux_amax", "result_amax"}
+    assert more["result_amax"].shape == aux["gelu_aux_amax"].shape == ()
+    assert float(more["result_amax"]) == np.abs(4 * z).max()
+    assert float(aux["gelu_aux_amax"]) == np.abs(z / 8).max() == -z.min() / 8
+    assert float(aux["result_amax"]) < float(aux["gelu_aux_amax"])  # gelu suppresses the negative value
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, FP4], ids=lambda dtype: np.dtype(dtype).name)
@@ -114,11 +121,10 @@ def test_block_scaled_results(kind, name, rng):
     got = {}
     for implementation in IMPLEMENTATIONS:
         options = {"preferred_element_type": dtype, "implementation": implementation, "alpha": 0.125}
-        d, more = call_sharded(case, a, b, scale_a, scale_b, AxisType.Explicit, **options)
+        ((d, more),) = products_of([(case, (a, b, scale_a, scale_b), options)])
         suite.check_replicas(implementation, more["d_out_scale"])
         got[implementation] = np.asarray(d), np.asarray(more["d_out_scale"])
-    for host, xla in zip(got["host"], got["xla"], strict=True):
-        np.testing.assert_array_equal(host, xla)
+    jax.tree.map(np.testing.assert_array_equal, got["host"], got["xla"])
     stored, scales = got["host"]
     assert scales.dtype == (E8M0 if kind == "mx" else E4M3)
     size = 32 if kind == "mx" else 16
@@ -133,7 +139,7 @@ def test_block_scaled_results(kind, name, rng):
 EPILOGS = [Epilog.BIAS, Epilog.RELU, Epilog.RELU_BIAS, Epilog.RELU_AUX_BIAS, Epilog.GELU_AUX_BIAS]
 
 
-@pytest.mark.small("pairs")
+@pytest.mark.small("values", of=lambda out, epilog, implementation: (out, (epilog, implementation)))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("epilog", EPILOGS, ids=lambda e: e.name)
 @pytest.mark.parametrize("out", ["float32", "bfloat16", "float8_e4m3fn"])
@@ -167,42 +173,6 @@ def judge_gelu(d, z, out):
     want = np.clip(want, -float(jnp.finfo(out).max), float(jnp.finfo(out).max))
     finest = float(jnp.finfo(out).smallest_subnormal) / 2
     bounds.judge("gelu", d, want, 8 * (bounds.unit_roundoff(out) * np.abs(want) + 2.0**-24 * (1 + np.abs(z))) + finest)
-
-
-@pytest.mark.parametrize(("case", "implementation"), BOTH)
-def test_float8_aux_and_its_global_amax(case, implementation, rng):
-    """gelu_aux is z times its scale, saturated; the amax is the largest |z| of all ranks before scaling."""
-    case = case.replace(transposition="NT", per_shard=(16, 16, 16))
-    m, n, k = case.extents
-    a, b = small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)
-    a[-1], b[-1] = 3, -3  # the largest value is on the last rank; its scaled value exceeds 448
-    z = scaled(a, None) @ scaled(b, None).T / 8
-    spec_a, spec_b = case.stored
-    mesh = case.jax_mesh(AxisType.Explicit)
-
-    @jax.jit
-    def program(a, b, scale, scale_aux):
-        return jaxmp.matmul(
-            a, b, alpha=0.5, preferred_element_type=E4M3, epilog=Epilog.GELU_AUX, out_sharding=case.out,
-            scaling=Scaling(
-                a=scale, d=scale, aux=scale_aux, aux_dtype=jnp.float8_e4m3fn, aux_amax=True, result_amax=True
-            ),
-            implementation=implementation, **TN,
-        )  # fmt: skip
-
-    with jax.set_mesh(mesh):
-        scalars = (cases.put(np.float32(x), mesh, P()) for x in (0.25, 64))
-        d, more = program(cases.put(a, mesh, spec_a), cases.put(b, mesh, spec_b), *scalars)
-    assert set(more) == {"gelu_aux", "gelu_aux_amax", "result_amax"}
-    assert more["gelu_aux"].dtype == E4M3
-    assert np.abs(64 * z).max() > 448
-    np.testing.assert_array_equal(np.asarray(more["gelu_aux"]), saturated((64 * z).astype(np.float32), E4M3))
-    assert more["gelu_aux_amax"].shape == ()
-    assert float(more["gelu_aux_amax"]) == np.abs(z).max() == -z.min()
-    assert d.dtype == E4M3
-    assert float(more["result_amax"]) < float(more["gelu_aux_amax"])  # gelu suppresses the negative value
-    for x in more["gelu_aux"].addressable_shards:
-        np.testing.assert_array_equal(np.asarray(x.data), np.asarray(more["gelu_aux"])[x.index])
 
 
 @pytest.mark.parametrize("c_dtype", [None, jnp.float16, jnp.bfloat16])
@@ -248,32 +218,13 @@ def test_partitioner_with_a_float8_aux(rng):
     assert float(more["gelu_aux_amax"]) == np.abs(z).max()
 
 
-def test_float8_aux_in_shard_map_under_vmap_and_of_nothing(rng):
-    case = by_name("rs-data")[0].replace(transposition="NT", per_shard=(16, 16, 16))
-    m, n, k = case.extents
-    a, b = small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)
-    options = {"preferred_element_type": E4M3, "epilog": Epilog.GELU_AUX}
+def test_float8_aux_under_vmap(rng):
+    a, b = small(rng, (2, 32, 64), E4M3), small(rng, (64, 64), E4M3)
+    options = {"preferred_element_type": E4M3, "epilog": Epilog.GELU_AUX, **TN}
     options |= {"scaling": Scaling(aux_dtype=E4M3, aux_amax=True)}
-
-    def body(a, b):
-        d, more = jaxmp.matmul_reduce_scatter(a, b, "y", **options, **TN)
-        return d, more["gelu_aux_amax"][None]
-
-    mapped = jax.shard_map(body, mesh=case.jax_mesh(AxisType.Auto), in_specs=case.stored, out_specs=(case.out, P("x")))
-    halves = np.abs(scaled(a, None) @ scaled(b, None).T).reshape(2, -1)
-    np.testing.assert_array_equal(jax.jit(mapped)(a, b)[1], halves.max(1))
-
-    rows = a.reshape(2, m // 2, k)
-    d, more = jax.jit(jax.vmap(lambda a: jaxmp.matmul(a, b, **options, **TN)))(rows)
-    np.testing.assert_array_equal(more["gelu_aux_amax"], halves.max(1))
-    each = [jaxmp.matmul(x, b, **options, **TN) for x in rows]
-    for i, (d_of_row, more_of_row) in enumerate(each):
+    d, more = jax.jit(jax.vmap(lambda a: jaxmp.matmul(a, b, **options)))(a)
+    for i, x in enumerate(a):
+        d_of_row, more_of_row = jaxmp.matmul(x, b, **options)
         np.testing.assert_array_equal(np.asarray(d[i]), np.asarray(d_of_row))
         np.testing.assert_array_equal(np.asarray(more["gelu_aux"][i]), np.asarray(more_of_row["gelu_aux"]))
-
-    for shape in ((0, 32), (16, 0)):
-        for implementation in IMPLEMENTATIONS:
-            empty = np.zeros(shape, E4M3), np.zeros((32, shape[1]), E4M3)
-            d, more = jaxmp.matmul(*empty, implementation=implementation, **options, **TN)
-            assert more["gelu_aux"].shape == d.shape == (shape[0], 32)
-            assert float(more["gelu_aux_amax"]) == 0
+        assert more["gelu_aux_amax"][i] == np.abs(scaled(x, None) @ scaled(b, None).T).max()

@@ -5,7 +5,6 @@ compared bitwise."""
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 
 import jax
@@ -15,6 +14,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from low_precision_cases import numbers
 
 import jaxmp
 from jaxmp._src.core.primitive.primitives import bind
@@ -24,16 +24,6 @@ from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec, Pattern
 
 M, K, N = 5, 7, 9  # rows of 4-bit numbers that begin within a byte
 BY_VECTORS = ("int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")  # kernels decode these by vectors
-MIXED = [(wide, narrow) for wide in low_precision.WIDE for narrow in low_precision.NARROW]
-
-
-def numbers(seed, shape, dtype):
-    """Small integers; absolute values for unsigned types, powers of two for exponent types."""
-    values = np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
-    name = jnp.dtype(dtype).name
-    if name.startswith("uint"):
-        values = abs(values)
-    return (np.exp2(values) if "e8m0" in name else values).astype(jnp.dtype(dtype))
 
 
 def product(a, b, **changes):
@@ -52,9 +42,11 @@ def check_same(x, y):
     np.testing.assert_array_equal(x.astype(np.float32), y.astype(np.float32))
 
 
-def test_every_pair_on_either_side_is_exact():
+@pytest.mark.parametrize("wide", low_precision.WIDE)
+def test_every_pair_on_either_side_is_exact(wide):
     operands = []
-    for i, pair in enumerate(itertools.chain(MIXED, (pair[::-1] for pair in MIXED))):
+    pairs = [(wide, narrow) for narrow in low_precision.NARROW]
+    for i, pair in enumerate((*pairs, *(pair[::-1] for pair in pairs))):
         transpose_a, transpose_b = bool(i % 2), bool(i // 2 % 2)
         a, b = numbers(1, (M, K), pair[0]), numbers(2, (K, N), pair[1])
         operands.append((a, b, a.T if transpose_a else a, b.T if transpose_b else b))
@@ -105,17 +97,17 @@ def test_shards_are_read_in_place(pattern):
         check_same(d, exact(a, b, d.dtype))
 
 
-def test_bits_are_those_of_the_wide_type():
+@pytest.mark.parametrize("wide", low_precision.WIDE)
+def test_bits_are_those_of_the_wide_type(wide):
     values = np.random.default_rng(2).normal(size=(600, 43)).astype(np.float32)
     weights = [(3 * values).astype(jnp.dtype(narrow)) for narrow in BY_VECTORS]
-    for wide in low_precision.WIDE:
-        a = np.random.default_rng(1).normal(size=(40, 600)).astype(jnp.dtype(wide))
-        options = {"determinism": "batch", "out_dtype": np.dtype("float32")}
-        run = jax.jit(lambda a, weights, options=options: [product(a, b, **options) for b in weights])
-        wanted = run(a, [b.astype(a.dtype) for b in weights])
-        for rows in (1, 3, 17, 40):
-            for d, each in zip(run(a[:rows], weights), wanted, strict=True):
-                check_same(d, each[:rows])
+    a = np.random.default_rng(1).normal(size=(40, 600)).astype(jnp.dtype(wide))
+    options = {"determinism": "batch", "out_dtype": np.dtype("float32")}
+    run = jax.jit(lambda a, weights: [product(a, b, **options) for b in weights])
+    wanted = run(a, [b.astype(a.dtype) for b in weights])
+    for rows in (1, 3, 17, 40):
+        for d, each in zip(run(a[:rows], weights), wanted, strict=True):
+            check_same(d, each[:rows])
 
 
 @pytest.mark.parametrize("narrow", ["int8", "int4", "float8_e5m2"])

@@ -41,12 +41,8 @@ def dense(params, x, top_k, scores, normalize):
     return y.reshape(x.shape), EXPERTS * (chosen.mean(0) / top_k * part).sum()
 
 
-def flax_layer(**options):
-    return nnx.split(jaxmp.flax.MoE(WIDTH, HIDDEN, num_experts=EXPERTS, rngs=nnx.Rngs(0), **options))
-
-
 def of_flax(params, x, **options):
-    graph, state = flax_layer(**options)
+    graph, state = nnx.split(jaxmp.flax.MoE(WIDTH, HIDDEN, num_experts=EXPERTS, rngs=nnx.Rngs(0), **options))
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)(x)
 
@@ -107,13 +103,17 @@ SPECS = {
 }
 
 
+@functools.cache
+def of_mixtral(shape):
+    theirs = functools.partial(dense, top_k=2, scores="softmax", normalize=True)
+    return jax.jit(functools.partial(passes, theirs))(params_of(), X.reshape(shape))
+
+
 @pytest.mark.parametrize("specs", SPECS)
 def test_meshes(specs):
     of_x, of_w = SPECS[specs]
     mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
-    theirs = functools.partial(dense, top_k=2, scores="softmax", normalize=True)
     x = X.reshape((4, TOKENS // 4, WIDTH) if "sequences" in specs else (TOKENS, WIDTH))
-    want = jax.jit(functools.partial(passes, theirs))(params_of(), x)
     of_down = P(None, "expert") if specs == "hidden features" else of_w
     with jax.set_mesh(mesh):
         where = {"router": P(), "gate": of_w, "up": of_w, "down": of_down}
@@ -123,7 +123,7 @@ def test_meshes(specs):
         for name, gradient in got[1][0].items():
             assert gradient.sharding.is_equivalent_to(params[name].sharding, gradient.ndim)
         assert got[0][1][0].sharding.is_equivalent_to(x.sharding, x.ndim)
-    judge(got, want)
+    judge(got, of_mixtral(x.shape))
 
 
 def test_parameters_of_flax_lie_as_asked():
@@ -158,14 +158,6 @@ def test_no_tokens(layer):
     judge(got, jax.tree.map(jnp.zeros_like, got))
 
 
-ERRORS = [
-    (X, {"top_k": 5}, "top_k must be an integer from 1 to the 4 experts, got 5"),
-    (X, {"top_k": 1, "scores": "max"}, "scores must be"),
-    (X[..., :-1], {"top_k": 1}, r"x must have shape \(\.\.\., \d+\), got"),
-]
-
-
-@pytest.mark.parametrize(("x", "options", "message"), ERRORS)
-def test_errors(x, options, message):
-    with pytest.raises(ValueError, match=f"^jaxmp.equinox.MoE: {message}"):
-        of_equinox(params_of(), x, **options)
+def test_more_experts_than_there_are():
+    with pytest.raises(ValueError, match=r"^jaxmp\.equinox\.MoE: top_k must be an integer from 1 to the 4 experts"):
+        of_equinox(params_of(), X, top_k=5)

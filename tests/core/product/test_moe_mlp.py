@@ -117,7 +117,7 @@ def test_one_rounding_of_the_hidden_rows(activation):
 WANT = passes(loop, X, *WEIGHTS)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(16))
 def test_drawn_shardings_of_a_square(seed):
     rng = random.Random(seed)
     of_x, of_in, of_down, of_d = (rng.choice(shardings(ndim, "pq")) for ndim in (2, 3, 3, 2))
@@ -172,13 +172,8 @@ def test_inside_shard_map():
     mapped = jax.shard_map(f, mesh=mesh, in_specs=P("p"), out_specs=P("p"))
 
     def theirs(x, *weights):
-        halves = (slice(0, 2), slice(2, 4))
-        return jnp.concatenate(
-            [
-                loop(x[4 * i : 4 * i + 4], *(w[s] for w in weights), (1, 3) if i == 0 else (2, 1))
-                for i, s in enumerate(halves)
-            ]
-        )
+        first = loop(x[:4], *(w[:2] for w in weights), (1, 3))
+        return jnp.concatenate([first, loop(x[4:], *(w[2:] for w in weights), (2, 1))])
 
     assert_same(passes(lambda *operands: mapped(*operands, sizes), X, *WEIGHTS), passes(theirs, X, *WEIGHTS))
 

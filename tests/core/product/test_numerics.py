@@ -21,17 +21,6 @@ def placed(case, *arrays):
     return [EXPLICIT.put(case, x, s) for x, s in zip(arrays, (*case.stored, case.out, case.out), strict=False)]
 
 
-@pytest.mark.parametrize(
-    "case", cases.by_id([cases.BY_NAME[n] for n in ("local", "ag", "rs", "ar", "grid", "rs-transposed")])
-)
-def test_a_long_contraction(case, rng):
-    case = case.replace(per_shard=(5, 7, 4099))
-    a, b = case.values(rng)
-    with EXPLICIT.scope(case):
-        d = EXPLICIT.run(EXPLICIT.product(case), *placed(case, a, b))
-    bounds.judge_product(case.id, d, cases.wide(a), cases.wide(b), operands="float32")
-
-
 @pytest.mark.small("values")
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -64,14 +53,6 @@ def test_python_scalars_do_not_promote(dtype, implementation, rng):
             size = alpha * np.abs(wide[0]) @ np.abs(wide[1]) + beta * np.abs(wide[2])
             allowed = 8 * bounds.unit_roundoff(dtype) * size
             bounds.judge(f"{dtype} {alpha} {beta}", d, want, allowed)
-
-
-def test_c_and_bias_of_narrower_types_are_widened(standard_promotion):
-    a, b = jnp.ones((2, 3)), jnp.ones((3, 4))
-    c, bias = jnp.full((2, 4), 0.5, jnp.bfloat16), jnp.full(4, 0.25, jnp.float16)
-    d = jaxmp.matmul(a, b, c, beta=2.0, epilog=jaxmp.Epilog.BIAS, epilog_inputs={"bias": bias})
-    assert d.dtype == jnp.float32
-    np.testing.assert_array_equal(np.asarray(d), np.full((2, 4), 4.25))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
@@ -131,15 +112,7 @@ def test_explain_says_what_a_traced_scalar_changes():
     assert (row.why, row.epilog) == ("CPU devices of one process", "GELU"), "a number stays in the call"
 
 
-def test_one_program_serves_every_value():
-    a = jnp.ones((4, 4))
-    f = jax.jit(lambda alpha: jaxmp.matmul(a, a, alpha=alpha))
-    for alpha in (0.0, 1.0, 2.5):
-        np.testing.assert_array_equal(np.asarray(f(jnp.float32(alpha))), np.full((4, 4), 4 * alpha))
-    assert f._cache_size() == 1
-
-
-@pytest.mark.small("pairs")
+@pytest.mark.small("values")
 @pytest.mark.parametrize("is_jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("name", ["rs", "ar", "grid"])

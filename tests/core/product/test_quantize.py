@@ -155,6 +155,7 @@ def test_gradients_and_sixty_four_bits(name, rng):
             assert not back[shape == 0].any()
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("spec", [P("y", None), P(None, "y"), P("y", "x")], ids=str)
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_explicit_axes(name, spec, rng):

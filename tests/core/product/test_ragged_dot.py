@@ -1,24 +1,23 @@
-"""`ragged_dot` against a loop of `jnp` products, exactly, on small integers. Without these tests, rows could meet
-another group's matrix, and weights of a group without rows could reach the result."""
+"""`ragged_dot` against a loop of `jnp` products, `ragged_dot_general` against lax, exactly, on small integers.
+Without these tests, rows could meet another group's matrix, weights of a group without rows could reach the result, and
+dimensions could be folded or restored in another order than lax's."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.experimental import checkify
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from ragged import activated, assert_same, derivatives, integers, reference, with_bias
 
 import jaxmp
 
 SIZES = {
-    "even": (2, 2, 2, 2),
     "empty groups": (0, 5, 0, 1),
-    "one has all": (0, 0, 8, 0),
-    "no rows": (0, 0, 0, 0),
-    "some rows are left": (1, 0, 2, 1),
     "too large": (3, 9, 4, 1),
     "far too large": (2**31 - 1,) * 4,
     "negative": (-3, 4, -1, 2),
@@ -41,47 +40,32 @@ def test_types_of_sizes(dtype, x64):
     assert_same(ours, reference(x, w, np.minimum(sizes.astype(np.uint64), 300)))
 
 
-BATCHES = [axes for axes in itertools.product((None, 0, 1), (None, 0, 2), (None, 0)) if axes != (None,) * 3]
+BATCHES = [(0, None, None), (None, 0, None), (None, None, 0), (1, 2, None), (1, None, 0), (None, 2, 0), (0, 0, 0)]
 
 
 @pytest.mark.parametrize("axes", BATCHES)
 def test_vmap(axes):
-    batch, sizes = 3, np.array([[1, 4], [0, 6], [2, 2]])
-    shapes = [(6, 3), (2, 3, 5)]
-    shapes = (6, 3), (2, 3, 5)
-    stored = [s if a is None else (*s[:a], batch, *s[a:]) for s, a in zip(shapes, axes[:2], strict=True)]
+    """Maps cotangents, and takes the cotangents of a map."""
+    stored = [s if a is None else (*s[:a], 3, *s[a:]) for s, a in zip(((6, 3), (2, 3, 5)), axes[:2], strict=True)]
     x, w = map(integers, stored, (0, 1))
-    sizes = jnp.array(sizes if axes[2] == 0 else sizes[0])
+    sizes = jnp.array([[1, 4], [0, 6], [2, 2]] if axes[2] == 0 else [1, 4])
 
-    def one(product):
-        def cotangents(x, w, sizes):
-            d, pull = jax.vjp(lambda x, w: product(x, w, sizes), x, w)
-            return d, *pull(d)
+    def looped(f, *operands):
+        parts = [
+            f(*(y if a is None else jnp.take(y, i, a) for y, a in zip(operands, axes, strict=True))) for i in range(3)
+        ]
+        return jax.tree.map(lambda *each: jnp.stack(each), *parts)
 
-        return cotangents
+    def cotangents(product, x, w, sizes):
+        d, pull = jax.vjp(lambda x, w: product(x, w, sizes), x, w)
+        return d, *pull(d)
 
-    def each(x, w, sizes):
-        found = []
-        for i in range(batch):
-            at = [y if a is None else jnp.take(y, i, a) for y, a in zip((x, w, sizes), axes, strict=True)]
-            found.append(one(reference)(at[0], at[1], at[2].tolist()))
-        return [jnp.stack(parts) for parts in zip(*found, strict=True)]
+    def of_sum(product):
+        return jax.grad(lambda x, w: (product(x, w, sizes) ** 2).sum(), (0, 1))(x, w)
 
-    assert_same(list(jax.vmap(one(jaxmp.ragged_dot), axes)(x, w, sizes)), each(x, w, sizes))
-
-    def total(product, x, w):
-        return (product(x, w, sizes) ** 2).sum()
-
-    ours = jax.grad(functools.partial(total, jax.vmap(jaxmp.ragged_dot, axes)), (0, 1))(x, w)
-    theirs = jax.grad(functools.partial(total, lambda *operands: _stacked(axes, batch, *operands)), (0, 1))(x, w)
-    assert_same(ours, theirs)
-
-
-def _stacked(axes, batch, x, w, sizes):
-    at = [
-        [y if a is None else jnp.take(y, i, a) for y, a in zip((x, w, sizes), axes, strict=True)] for i in range(batch)
-    ]
-    return jnp.stack([reference(x, w, sizes.tolist()) for x, w, sizes in at])
+    mapped = jax.vmap(functools.partial(cotangents, jaxmp.ragged_dot), axes)(x, w, sizes)
+    assert_same(mapped, looped(functools.partial(cotangents, reference), x, w, sizes))
+    assert_same(of_sum(jax.vmap(jaxmp.ragged_dot, axes)), of_sum(functools.partial(looped, reference)))
 
 
 def test_vmap_of_vmap():
@@ -200,7 +184,7 @@ def test_a_function_multiplies_rows_and_derivatives():
 
     def kernel(lhs, rhs, sizes, numbers, *, preferred_element_type):
         calls.append((tuple(numbers.lhs_ragged_dimensions), preferred_element_type))
-        return jax.lax.ragged_dot_general(lhs, rhs, sizes, numbers, preferred_element_type=preferred_element_type)
+        return lax.ragged_dot_general(lhs, rhs, sizes, numbers, preferred_element_type=preferred_element_type)
 
     x, w, sizes = integers((8, 3)), integers((4, 3, 5), 1), SIZES["too large"]
     ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes), implementation=kernel)
@@ -218,10 +202,60 @@ def test_experts_take_a_function():
 
     def kernel(*operands, **options):
         calls.append(options)
-        return jax.lax.ragged_dot_general(*operands, **options)
+        return lax.ragged_dot_general(*operands, **options)
 
     x, w, down = integers((6, 3)), integers((2, 3, 4), 1), integers((2, 4, 3), 2)
     given = (x, w, w, down, jnp.array([2, 3]))
     got = jaxmp.moe_mlp(*given, activation="relu", implementation=kernel)
     assert_same(got, jaxmp.moe_mlp(*given, activation="relu"))
     assert len(calls) >= 2  # equal products are lowered once
+
+
+def numbers(contract, batch, ragged, group=()):
+    return lax.RaggedDotDimensionNumbers((contract, batch), [ragged], group)
+
+
+NO_BATCH = ((), ())
+MATRICES = numbers(((1,), (1,)), NO_BATCH, 0, [0])
+# (shapes of lhs and rhs, dimension numbers, the extents of the indices that may have sizes of their own)
+CASES = {
+    "rows": ((6, 3), (4, 3, 5), MATRICES, ()),
+    "rows, transposed": ((6, 3), (4, 5, 3), numbers(((1,), (2,)), NO_BATCH, 0, [0]), ()),
+    "rows of a batch": ((2, 6, 3), (2, 4, 3, 5), numbers(((2,), (2,)), ((0,), (0,)), 1, [1]), (2,)),
+    "rows among others": ((3, 6, 2, 3), (4, 3, 5, 2), numbers(((3,), (1,)), NO_BATCH, 1, [0]), (3,)),
+    "both": ((3, 2, 6, 3), (4, 2, 3, 5), numbers(((3,), (2,)), ((1,), (1,)), 2, [0]), (2, 3)),
+    "contracted": ((6, 3), (6, 5), numbers(((0,), (0,)), NO_BATCH, 0), ()),
+    "contracted among others": ((2, 6, 3, 2), (2, 3, 5, 6), numbers(((1, 2), (3, 1)), ((0,), (0,)), 1), (2,)),
+    "contracted behind another": ((2, 3, 6, 2), (2, 3, 5, 6), numbers(((1, 2), (1, 3)), ((0,), (0,)), 2), (2, 3)),
+    "no columns": ((2, 6, 3), (2, 6, 0), numbers(((1,), (1,)), ((0,), (0,)), 1), (2,)),
+    "nothing contracted": ((6, 0), (4, 0, 5), numbers(((1,), (1,)), NO_BATCH, 0, [0]), ()),
+    "batch": ((3, 6, 2), (3, 2, 4), numbers(((2,), (1,)), ((0,), (0,)), 0), ()),
+}
+
+
+@pytest.mark.small("values")
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("per_index", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_modes_of_the_general_form(case, per_index, implementation):
+    of_lhs, of_rhs, given, lead = CASES[case]
+    x, w = integers(of_lhs, 0), integers(of_rhs, 1)
+    sizes = jnp.asarray(np.random.default_rng(2).integers(0, 3, (*(lead if per_index else ()), 4)))
+    got = jaxmp.ragged_dot_general(x, w, sizes, given, implementation=implementation)
+    assert_same(got, lax.ragged_dot_general(x, w, sizes, given))
+    if implementation is None and (ct := integers(got.shape, 3)).size:
+        pull = jax.vjp(lambda x, w: jaxmp.ragged_dot_general(x, w, sizes, given), x, w)[1]
+        # lax has no cotangents for two modes; each is tested as the transpose of the tangents, which lax can compute.
+        moved = integers(of_lhs, 4), integers(of_rhs, 5)
+        for mine, move, operands in zip(pull(ct), moved, ((moved[0], w), (x, moved[1])), strict=True):
+            assert (mine * move).sum() == (ct * lax.ragged_dot_general(*operands, sizes, given)).sum()
+
+
+def test_sharded_arrays_take_the_numbers_of_ragged_dot():
+    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        x, w, sizes = jax.device_put(integers((6, 3), 0), P("p")), integers((2, 3, 5), 1), jnp.array([2, 3])
+        d = jaxmp.ragged_dot_general(x, w, sizes, MATRICES, out_sharding=P("p"))
+        assert_same(d, jaxmp.ragged_dot(x, w, sizes, out_sharding=P("p")))
+        with pytest.raises(NotImplementedError, match=r"^ragged_dot_general: .* only; call inside a shard_map"):
+            jaxmp.ragged_dot_general(x, x, sizes, numbers(((0,), (0,)), NO_BATCH, 0))

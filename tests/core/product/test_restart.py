@@ -18,12 +18,13 @@ from jaxmp._src.core.spec.matmul_spec import MatmulSpec
 def run(*args):
     ended = subprocess.run(
         [sys.executable, restart.__file__, *args],
-        env=os.environ | {"PYTHONPATH": os.path.dirname(restart.__file__)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(restart.__file__), *sys.path])},
         capture_output=True,
         text=True,
         timeout=240,
     )
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    last = ended.stdout.strip().splitlines()[-1:]
+    assert ended.returncode == 0, f"ended with {ended.returncode} at {last}\n{ended.stderr[-3000:]}"
     return ended.stdout
 
 
@@ -35,6 +36,12 @@ def test_a_second_process_uses_the_cache_and_exported_programs(tmp_path):
         exported = [name, f"{name}, any rows"] if name in restart.SYMBOLIC else [name]
         expected[name] = {"cache": ["hit"]} | {f"{which} is right": True for which in ["cache", *exported]}
     assert found == expected
+
+
+def test_a_changed_program_is_refused_or_runs():
+    """An exported program is untrusted input: changes of the description that XLA passes to a product give
+    errors or results, and never crash. (tests/cpp/attribute_fuzz.cc changes the calls' attributes.)"""
+    run("tamper")
 
 
 def test_a_description_of_another_version_is_refused():

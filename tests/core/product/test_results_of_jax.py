@@ -49,22 +49,6 @@ def every_function(m):
     yield m.vecdot(a, a), m.matvec(a, b[:, 0])
 
 
-def every_type(m):
-    for dtype in ("bfloat16", "int8", "uint8", "bool", "complex64"):
-        a = draw(4, 4, dtype=dtype)
-        yield m.matmul(a, a), m.einsum("ij,jk->ik", a, a), m.dot_general(a, a, NN)
-    a = draw(4, 4, dtype="bfloat16")
-    yield m.matmul(a, a, preferred_element_type=jnp.float32), m.dot_general(a, a, NN, preferred_element_type="float32")
-    yield m.matmul(a, draw(4, 4)), m.matmul(a, jnp.arange(16).reshape(4, 4))
-
-
-def weak_types(m):
-    weak = jnp.full((4, 4), 0.5)
-    for other in (weak, draw(4, 4, dtype="bfloat16"), jnp.arange(16).reshape(4, 4)):
-        yield m.matmul(weak, other), m.einsum("ij,jk->ik", other, weak), m.dot(weak, other)
-    yield m.dot_general(weak, weak, NN)
-
-
 def committed(m):
     """Multiplies operands that are committed to a device with uncommitted ones."""
     a = draw(4, 4)
@@ -125,7 +109,7 @@ def check(got, want):
     np.testing.assert_array_equal(got, want)
 
 
-PROGRAMS = (every_function, every_type, weak_types, committed, explicit_axes, automatic_axes, manual_axes)
+PROGRAMS = (every_function, committed, explicit_axes, automatic_axes, manual_axes)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

@@ -2,7 +2,6 @@
 Without these tests, a gradient could be summed over the wrong ranks, a tangent could lose one of its two terms, and
 vmap could order rows by batch instead of by rank."""
 
-import dataclasses
 import functools
 import types
 import zlib
@@ -63,14 +62,6 @@ def scan(f, x):
 TRANSFORMS = (jvp, forward_over_reverse, hessian, vmap_of_grad, grad_of_vmap, scan)
 
 
-@dataclasses.dataclass(frozen=True)
-class Expected:
-    """A transform's result in float64, and the error that rounding may cause."""
-
-    want: list[np.ndarray]
-    allowed: list[np.ndarray]
-
-
 @functools.cache
 def data(extents):
     rng = np.random.default_rng(zlib.crc32(repr(extents).encode()))
@@ -81,14 +72,15 @@ def data(extents):
 
 
 @functools.cache
-def expected(transform, extents) -> Expected:
+def expected(transform, extents):
+    """Returns a transform's results in float64, and the errors that rounding may cause."""
     wide = {name: x.astype(np.float64) for name, x in data(extents).items()}
+    absolute = {name: np.abs(x) for name, x in wide.items()}
     with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.enable_x64(True):
-        want = jax.tree.leaves(jax.jit(functools.partial(transform, reference.matmul))(wide))
-        absolute = {name: np.abs(x) for name, x in wide.items()}
-        major = jax.tree.leaves(jax.jit(functools.partial(transform, reference.matmul_majorant))(absolute))
-    u = bounds.unit_roundoff("float32")
-    return Expected([np.asarray(x) for x in want], [bounds.PROGRAM * u * np.asarray(x) for x in major])
+        both = ((reference.matmul, wide), (reference.matmul_majorant, absolute))
+        want, major = (jax.tree.leaves(jax.jit(functools.partial(transform, f))(x)) for f, x in both)
+        u = bounds.unit_roundoff("float32")
+        return list(map(np.asarray, want)), [bounds.PROGRAM * u * np.asarray(x) for x in major]
 
 
 def placed(mode, case):
@@ -99,8 +91,7 @@ def placed(mode, case):
 
 def judge_all(name, got, expectation):
     got = jax.tree.leaves(got)
-    assert len(got) == len(expectation.want)
-    for i, (x, want, allowed) in enumerate(zip(got, expectation.want, expectation.allowed, strict=True)):
+    for i, (x, want, allowed) in enumerate(zip(got, *expectation, strict=True)):
         assert x.dtype == jnp.float32
         bounds.judge(f"{name}[{i}]", x, want, allowed)
 

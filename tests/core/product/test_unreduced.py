@@ -30,35 +30,18 @@ def operands(rng):
 
 def partial_sums(module, a, b):
     dot_general = lax.dot_general if module is jnp else jaxmp.dot_general
-    half = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
     return {
         "matmul": module.matmul(a, b, out_sharding=UNREDUCED),
-        "16 bits": module.matmul(*half, out_sharding=UNREDUCED),
-        "einsum": module.einsum("ij,jk->ki", a, b, out_sharding=UNREDUCED),
         "one operand": module.einsum("ij->j", b, out_sharding=P(None, unreduced={"x"})),
         "one operand transposed": module.einsum("ijk->kj", b[:, None], out_sharding=P(None, None, unreduced={"x"})),
         "sum of terms": module.einsum("ij->j", module.matmul(a, b, out_sharding=UNREDUCED)),
         "dot_general": dot_general(a, b, NN, out_sharding=UNREDUCED),
-        "then scattered": jax.sharding.reshard(module.matmul(a, b, out_sharding=UNREDUCED), P("x", None)),
-        "reduced operand": module.matmul(jax.sharding.reshard(a, P("x", None)), jax.sharding.reshard(b, REDUCED)),
     }
 
 
-def gradients(module, a, b):
-    def of_sums(a, b):
-        return jax.sharding.reshard(module.matmul(a, b, out_sharding=UNREDUCED), P("x", None)).sum()
-
-    def of_reduced(a, b):
-        rows = jax.sharding.reshard(a, P("x", None))
-        return module.matmul(rows, jax.sharding.reshard(b, REDUCED)).sum()
-
-    return [jax.grad(f, argnums=(0, 1))(a, b) for f in (of_sums, of_reduced)]
-
-
-@pytest.mark.parametrize("program", [partial_sums, gradients])
-def test_types_and_values_are_those_of_jnp(program, operands):
+def test_types_and_values_are_those_of_jnp(operands):
     """Compares the shards of each device, because the terms of a sum differ between devices."""
-    want, got = (jax.jit(functools.partial(program, module))(*operands) for module in (jnp, jaxmp))
+    want, got = (jax.jit(functools.partial(partial_sums, module))(*operands) for module in (jnp, jaxmp))
     for w, g in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
         assert jax.typeof(w) == jax.typeof(g)
         for one, other in zip(w.addressable_shards, g.addressable_shards, strict=True):
@@ -140,8 +123,8 @@ def test_reduced_operands_of_a_shard_map(rng):
         ]
         results = jax.jit(jax.shard_map(run, in_specs=specs, out_specs=P(axes)))(*given)
     assert types[0] == types[1]
-    for want, got in zip(results[: len(results) // 2], results[len(results) // 2 :], strict=True):
-        np.testing.assert_array_equal(want, got)
+    half = len(results) // 2
+    jax.tree.map(np.testing.assert_array_equal, results[:half], results[half:])
 
 
 @pytest.mark.parametrize("options", [{"determinism": "batch"}, {"determinism": "topology"}, {"implementation": "host"}])

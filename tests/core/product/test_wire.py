@@ -34,14 +34,15 @@ CALLS = [
 
 
 def moved(program, *args):
-    """Returns (bits of an element, elements of the result) of the collectives that only move data, once compiled."""
-    text = jax.jit(program).lower(*args).compile().as_text()
-    found = re.findall(rf"= \(?(\w+)\[([\d,]*)\].*? {COLLECTIVE}", text)
-    return [
+    """Returns (bits of an element, elements of the result) of the collectives that only move data, and the results."""
+    compiled = jax.jit(program).lower(*args).compile()
+    found = re.findall(rf"= \(?(\w+)\[([\d,]*)\].*? {COLLECTIVE}", compiled.as_text())
+    moves = [
         (BITS[name], math.prod(map(int, shape.split(","))))
         for name, shape, kind in found
         if kind not in ("all-reduce", "reduce-scatter")
     ]
+    return moves, compiled(*args)
 
 
 def bits_of(dtype):
@@ -61,11 +62,12 @@ def test_a_product_and_its_gradients(mode, case, dtype):
             return jnp.sum(product(a, b).astype(jnp.float32) ** 2)
 
         # XLA's partitioner itself moves what a gradient needs.
-        found = moved(product if mode.id == "partitioner" else jax.value_and_grad(loss, (0, 1)), a, b)
+        found, _ = moved(product if mode.id == "partitioner" else jax.value_and_grad(loss, (0, 1)), a, b)
     assert {bits for bits, _ in found} <= {16}
     assert found or case.pattern in ("local", "all_reduce") or mode.id == "partitioner"
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("scales", [pytest.param(mode, id=mode.id) for mode in SCALE_MODES])
 @pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME["ag"], cases.BY_NAME["ag-transposed"]]))
 def test_a_product_with_scales(case, scales):
@@ -79,7 +81,7 @@ def test_a_product_with_scales(case, scales):
         return sharded_call(case, *given, AxisType.Explicit, implementation="xla", preferred_element_type="float32")
 
     with jax.set_mesh(mesh):
-        found = moved(program, *place_scaled(mesh, case, *operands, *beside))
+        found, _ = moved(program, *place_scaled(mesh, case, *operands, *beside))
     gathered = 1 if case.computes_transposed else 0
     scale = beside[gathered]
     total = operands[gathered].size * bits_of(scales.dtype.name)
@@ -104,21 +106,25 @@ RESHARDS = {
 }
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("is_explicit", [True, False])
 @pytest.mark.parametrize("dtype", WIDENED)
-def test_a_reshard_and_its_transpose(dtype, is_explicit):
+def test_reshards_and_their_transposes(dtype, is_explicit):
     mesh = cases.BY_NAME["grid"].jax_mesh(AxisType.Explicit if is_explicit else AxisType.Auto)
     value = np.random.default_rng(0).integers(1, 4, (3, 8, 16)).astype(np.float32).astype(dtype)
-    for name, (have, want) in RESHARDS.items():
-        move = functools.partial(meshes.reshard, mesh=mesh, have=have, want=want, is_explicit=is_explicit)
 
-        program = functools.partial(forward_and_back, jax.vmap(move))
-        with jax.set_mesh(mesh):
-            x = cases.put(value, mesh, P(None, *have))
-            found = moved(program, x)
-            for y in jax.jit(program)(x):
-                np.testing.assert_array_equal(y, value, err_msg=name)
-        assert {bits for bits, _ in found} <= {max(bits_of(dtype), 8)}, name
+    def program(xs):
+        results = []
+        for x, (have, want) in zip(xs, RESHARDS.values(), strict=True):
+            move = functools.partial(meshes.reshard, mesh=mesh, have=have, want=want, is_explicit=is_explicit)
+            results += forward_and_back(jax.vmap(move), x)
+        return results
+
+    with jax.set_mesh(mesh):
+        found, results = moved(program, [cases.put(value, mesh, P(None, *have)) for have, _ in RESHARDS.values()])
+        for y in results:
+            np.testing.assert_array_equal(y, value)
+    assert {bits for bits, _ in found} <= {max(bits_of(dtype), 8)}
 
 
 @pytest.mark.parametrize("dtype", WIDENED)
@@ -135,8 +141,7 @@ def test_gathers_and_exchanges_in_shard_map_and_their_transposes(dtype):
     with jax.set_mesh(mesh):
         x = cases.put(value, mesh, P("y"))
         program = jax.shard_map(body, mesh=mesh, in_specs=P("y"), out_specs=(P("y"), P("y")))
-        found = moved(program, x)
-        whole, ct = jax.jit(program)(x)
+        found, (whole, ct) = moved(program, x)
     np.testing.assert_array_equal(whole, np.tile(value, (4, 1)))
     if "int" not in dtype:
         np.testing.assert_array_equal(ct, (4 * value.astype(np.float32)).astype(dtype))
