@@ -205,6 +205,11 @@ class Module:
         # True if XLA chooses the shardings of results.
         self.chooses_results = "allow_spmd_sharding_propagation_to_output={true" in header
 
+    def places(self) -> Iterator[tuple[Computation, Instruction]]:
+        """Yields every instruction with its computation."""
+        for computation in self.computations.values():
+            yield from ((computation, each) for each in computation.instructions.values())
+
     def line(self, of: Instruction) -> str:
         """Returns the user's line of an instruction (`innermost`), or "" if it is unknown; after "caller -> " if
         several lines call its function, or if the function only asks for a sharding. "train.py:41 -> norm:12" is line

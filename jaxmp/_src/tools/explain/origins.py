@@ -25,9 +25,10 @@ ASKING = {
     "call_exported": "{}_shardings of the exported function",
     "jit": "{}_shardings of an inner jax.jit",
 }
-# Changes of shape by the program itself, which are named as results.
-OWN = {"reshape", "slice", "split", "pad", "dynamic_slice"}
-SLICE_OF_SCAN = re.compile(r"while/body/(?:jit\(dynamic_index_in_dim\)/)?dynamic_slice$")
+# Changes of shape by the program itself, with XLA's operations, which the partitioner also emits on its own.
+OWN = {"reshape": "reshape", "tile": "reshape", "slice": "slice", "split": "slice", "pad": "pad"}
+OWN |= {"dynamic_slice": "dynamic-slice"}
+OF_SCAN = re.compile(r"while/body/(?:jit\(dynamic_index_in_dim\)/)?dynamic_slice$")
 # JAX's scopes.
 _OF_JAX = re.compile(
     "while|body|cond|scan|branch_.*|call.*|closed_call|checkpoint|remat.*|custom_.*|shard_map|eval_jaxpr|vmap|jvp"
@@ -48,6 +49,11 @@ class Dim(NamedTuple):
     def extents(self) -> tuple[int, ...]:
         found = self.instruction.shapes[int(self.part or 0) :]
         return found[0][1] if found else ()
+
+    @property
+    def all(self) -> list[Dim]:
+        """All dimensions of the value."""
+        return [self._replace(dim=i) for i in range(len(self.extents))]
 
 
 class Origins:
@@ -84,25 +90,24 @@ class Origins:
         return self._known[start, axis]
 
     def _own(self, at: Dim, axis: str) -> tuple[str, ...]:
-        """Returns the origin at `at` itself: an argument's name, unless XLA chose its sharding; an instruction that
-        asks for a sharding, with its line (a shard_map only for manual axes); for a loop's carry, origins of its next
-        value; or ()."""
+        """Returns the origin at `at` itself: an argument, unless XLA chose its sharding; an instruction that asks for
+        a sharding, with its line; for a loop's carry, origins of its next value; or ()."""
         each = at.instruction
         if each.opcode == "parameter" and at.computation.name in self.program.callers:
             self._known[at, axis] = ()  # ends the recursion, because the body leads back here
             is_loop = self.program.callers[at.computation.name][1].opcode == "while"
             return self.producers(at._replace(instruction=at.computation.root), axis) if is_loop else ()
-        if each.opcode == "parameter" and each.is_argument and at.computation.name == self._module.entry:
-            is_chosen = any(self._module.chooses_arguments[int(each.parts[0]) :][:1])
+        if each.opcode == "parameter" and each.is_argument and at.computation.name == self.whole.entry:
+            is_chosen = any(self.whole.chooses_arguments[int(each.parts[0]) :][:1])
             return () if is_chosen else (f"dimension {at.dim} of {each.op_name}",)
         # A shard_map asks only for its manual axes.
         users = at.computation.users[each.name] if each.primitive == "shard_map" else []
         manual = "".join(user.sharding.partition("manual")[2] for user in users)
         is_own = f"'{axis}'" in manual or "=" not in manual  # without names: all axes
-        if each.primitive in ASKING and (is_own or not users):
-            line = self._module.line(each)
-            return (asker(at.computation, each) + f" in {line}" * bool(line),)
-        return ()
+        if each.primitive not in ASKING or not is_own:
+            return ()
+        line = self.whole.line(each)
+        return (asker(at.computation, each) + f" in {line}" * bool(line),)
 
     def consumers(self, start: Dim, axis: str, *, where: bool = False) -> tuple[str, ...]:
         """Follows a value towards the results, to the first place where `axis` has an origin (`met`), and returns the
@@ -130,18 +135,19 @@ class Origins:
                 if self.producers(user, axis):
                     return user
                 waiting.append(user)
-            if at.computation.name == self._module.entry and at.instruction.is_root and not self._chooses_results:
+            if (
+                at.computation.name == self.whole.entry
+                and at.instruction.is_root
+                and not self.program.compiled.chooses_results
+            ):
                 return at
         return None
 
     @property
-    def _module(self) -> hlo.Module:
+    def whole(self) -> hlo.Module:
+        """The program before the partitioner, which has run."""
         assert self.program.whole is not None
         return self.program.whole
-
-    @property
-    def _chooses_results(self) -> bool:
-        return self.program.compiled.chooses_results
 
     # Corresponding dimensions ------------------------------------------------------------------------------------
 
@@ -160,7 +166,7 @@ class Origins:
             return
         if each.opcode in ("conditional", "call"):
             for name, _ in hlo.called_by(each):
-                inner = self._module.computations[name]
+                inner = self.whole.computations[name]
                 yield Dim(inner, inner.root, part, index)
             return
         for number, operand in enumerate(place.operands(each)):
@@ -210,7 +216,7 @@ class Origins:
             top = top if each.op_name == top.instruction.op_name else at  # one JAX operation is several XLA operations
             is_inner = each.opcode == "parameter" and at.computation.name in self.program.callers
             if is_inner and self._changes(at):
-                return f"the loop's carry ({self._module.line(self.program.callers[at.computation.name][1])})", at.dim
+                return f"the loop's carry ({self.whole.line(self.program.callers[at.computation.name][1])})", at.dim
             # JAX transposes the gradient of a product's second operand.
             if each.opcode == "transpose" and is_backward(each) and at.computation.operands(each)[0].opcode == "dot":
                 primitive, below = at.computation.operands(each)[0].primitive, []
@@ -239,9 +245,9 @@ class Origins:
 
     def line(self, place: Computation, each: Instruction) -> str:
         """Returns the user's line; for a slice of a scan the loop's line, because JAX traces such slices only once."""
-        if SLICE_OF_SCAN.search(each.op_name) and place.name in self.program.callers:
+        if OF_SCAN.search(each.op_name) and place.name in self.program.callers:
             each = self.program.callers[place.name][1]
-        return self._module.line(each)
+        return self.whole.line(each)
 
     def _changes(self, at: Dim) -> bool:
         """True if `at` is a parameter of a loop's body, and the loop changes its value."""
@@ -291,13 +297,18 @@ def value(computation: Computation, user: Instruction, number: int) -> Dim:
     return Dim(computation, computation.instructions[user.operands[number]], user.parts[number], 0)
 
 
-def summed(computation: Computation, dot: Instruction, side: int) -> list[Dim]:
-    """Returns the dimensions of operand `side` (0 or 1) that a product or convolution sums."""
-    dims = dot.numbers(f"{('lhs', 'rhs')[side]}_contracting_dims")
-    if dot.opcode == "convolution":
-        labels = re.findall("[a-z0-9]+", dot.attribute("dim_labels"))[side]
+def summed(computation: Computation, each: Instruction, side: int) -> list[Dim]:
+    """Returns the dimensions of operand `side` (0 or 1) that a product or convolution sums. Of operand 0 those that a
+    reduction sums, and all of the updates that a scatter adds; [] for other operations."""
+    dims = each.numbers(f"{('lhs', 'rhs')[side]}_contracting_dims")
+    if each.opcode == "convolution":
+        labels = re.findall("[a-z0-9]+", each.attribute("dim_labels"))[side]
         dims = (*map(labels.index, "fi"[side] + "".join(sorted(filter(str.isdigit, labels)))),)
-    return [value(computation, dot, side)._replace(dim=i) for i in dims]
+    if each.opcode == "reduce" and side == 0:
+        dims = each.numbers("dimensions")
+    if each.opcode == "scatter" and side == 0:
+        return value(computation, each, 2).all
+    return [value(computation, each, side)._replace(dim=i) for i in dims]
 
 
 def _same_place(at: Dim, below: Dim, number: int) -> int | None:

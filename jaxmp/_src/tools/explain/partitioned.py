@@ -52,11 +52,9 @@ class Program:
     def _partitioned(self) -> dict[str, list[Place]]:
         """Returns the collectives after the partitioner, by each of their `keys` for operand 0; {} without `parts`."""
         found: dict[str, list[Place]] = {}
-        for computation in self.parts.computations.values() if self.parts else ():
-            for each in computation.instructions.values():
-                if each.kind in COLLECTIVES:
-                    for key in keys(computation, each, 0):
-                        found.setdefault(key, []).append((computation, each))
+        for computation, each in self.parts.places() if self.parts else ():
+            for key in keys(computation, each, 0) if each.kind in COLLECTIVES else ():
+                found.setdefault(key, []).append((computation, each))
         return found
 
     def axes(self, collective: Instruction) -> tuple[str, ...]:
@@ -128,22 +126,20 @@ class Program:
     def callers(self) -> dict[str, Place]:
         """Returns the loop, branch or call that runs each computation, by the computation's name, in the program before
         the partitioner (`whole`); {} without it."""
-        return {
-            name: (computation, each)
-            for computation in (self.whole.computations.values() if self.whole else ())
-            for each in computation.instructions.values()
-            for name, _ in hlo.called_by(each)
-        }
+        return {name: place for place in self.places() for name, _ in hlo.called_by(place[1])}
+
+    def places(self) -> Iterator[Place]:
+        """Yields the instructions of `whole`; nothing without it."""
+        yield from self.whole.places() if self.whole else ()
 
 
 def _by_name(module: Module | None) -> dict[tuple[str, str], list[Place]]:
     """Returns the instructions with a name, by (`origin`, opcode), and by (`origin`, ""); {} without a module."""
     found: dict[tuple[str, str], list[Place]] = {}
-    for computation in module.computations.values() if module else ():
-        for each in computation.instructions.values():
-            if name := origin(each):
-                for opcode in (each.opcode, ""):
-                    found.setdefault((name, opcode), []).append((computation, each))
+    for place in module.places() if module else ():
+        if name := origin(place[1]):
+            for opcode in (place[1].opcode, ""):
+                found.setdefault((name, opcode), []).append(place)
     return found
 
 

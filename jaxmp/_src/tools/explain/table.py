@@ -208,7 +208,7 @@ def _operation(row: Row) -> str:
 
 def _pattern(row: Row) -> str:
     """Returns the pattern ("" if it is "-"), and the axes of the ranks that share the operation."""
-    return " ".join([row.pattern.strip("-"), *re.findall(r"'([^']+)'", row.groups)]).strip()
+    return " ".join([row.pattern.strip("-"), *row.axes]).strip()
 
 
 def _whole(row: Row) -> str:
