@@ -1,7 +1,4 @@
-"""Explains why a call of jaxmp moves data, from the shardings of its operands and its result.
-
-A site, (computation, instruction, numbers), is a call and the numbers of its operands a and b.
-"""
+"""Explains why a call of jaxmp moves data, from the shardings of its operands and its result."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ from jaxmp._src.tools.explain.row import Row
 from jaxmp._src.tools.explain.search import Cause
 from jaxmp._src.tools.explain.values import Values
 
+# A call in its computation, and the numbers of its operands a and b.
 Site = tuple[Computation, Instruction, tuple[int, int]]
 _PATTERNS = "give operands and result shardings of one pattern (docs/matmul.md), so that the call moves data while "
 _PATTERNS += "it multiplies"

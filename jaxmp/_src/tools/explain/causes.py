@@ -2,8 +2,7 @@
 
 There are three kinds of sentences: "sort wants dimension 0 of x whole, but data shards it" for operations along a
 dimension, "this product sums dimension 1 of x, which model shards" for operations that add parts, and "add has data on
-dimension 1, but data shards dimension 0 of x" for other operations. An `Edge`, (computation, user, number), is the use
-of operand `number` by the instruction `user`; a `Place` is an instruction with its computation.
+dimension 1, but data shards dimension 0 of x" for other operations.
 """
 
 from __future__ import annotations

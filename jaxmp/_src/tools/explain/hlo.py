@@ -190,7 +190,7 @@ class Module:
     """A program of XLA from its text, parsed lazily."""
 
     def __init__(self, text: str) -> None:
-        self.entry, self._text = "", text
+        self.entry = ""
         header, *bodies = re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \(.*\{\n)", text)
         self.computations: dict[str, Computation] = {}
         for body in bodies:
@@ -212,13 +212,11 @@ class Module:
 
     def line(self, of: Instruction) -> str:
         """Returns the user's line of an instruction (`innermost`), or "" if it is unknown; after "caller -> " if
-        several lines call its function, or if the function only asks for a sharding. "train.py:41 -> norm:12" is line
-        12 in a function norm of the same file. A line in another file has the file's name."""
+        several lines call its function. "train.py:41 -> norm:12" is line 12 in a function norm of the same file. A line
+        in another file has the file's name."""
         inner, stack = self.innermost(of), self._stack(of)
-        pairs = [(a, b, self._callers.get(a, ())) for a, b in itertools.pairwise(stack)]
-        above = (b for a, b, _ in pairs if self._only_constrains(a) and not self._only_constrains(b))
-        several = (b for _, b, lines in pairs if len(lines) > 1 and b in lines)
-        caller = next(itertools.chain(above, several), None)
+        callers = ((b, self._callers.get(a, ())) for a, b in itertools.pairwise(stack))
+        caller = next((b for b, lines in callers if len(lines) > 1 and b in lines), None)
         if caller is None or (outer := source_lines.line_name(*caller[:2])) == inner:
             return inner
         file, line, function = stack[0]
@@ -228,17 +226,6 @@ class Module:
     def innermost(self, of: Instruction) -> str:
         """Returns the innermost line outside libraries of layers, "train.py:41", or ""."""
         return next((source_lines.line_name(*frame[:2]) for frame in self._stack(of)), "")
-
-    def _only_constrains(self, frame: Frame) -> bool:
-        """True if the frame's function only asks for a sharding. Most trainers have such a function."""
-        return _function(frame) not in self._working
-
-    @functools.cached_property
-    def _working(self) -> set[tuple[Any, ...]]:
-        """The functions that do more than ask for a sharding."""
-        named = set(re.findall(r'op_name="[^"]*/(\w+)"[^}]*stack_frame_id=(\d+)', self._text))
-        frames = {int(frame) for name, frame in named if name not in ("sharding_constraint", "reshard")}
-        return {_function(frame) for each in frames for frame in self._stacks.get(each, ())}
 
     def _stack(self, of: Instruction) -> Sequence[Frame]:
         if old := re.search(r'source_file="([^"]*)" source_line=(\d+)', of.attributes):
@@ -257,11 +244,6 @@ class Module:
                 if each.opcode == "fusion" and not self.computations[called].multiplies:
                     continue  # nothing but operations on elements
                 yield from self.executed(called, None if None in (count, times) else count * times)  # type: ignore[operator]
-
-
-def _function(frame: Frame) -> tuple[Any, ...]:
-    """Returns a key of a function: its file and name, or for a lambda its file and line."""
-    return frame[:2] if "<lambda>" in frame.function else frame[::2]
 
 
 def called_by(instruction: Instruction) -> list[tuple[str, int | None]]:

@@ -33,6 +33,8 @@ OF_SCAN = re.compile(r"while/body/(?:jit\(dynamic_index_in_dim\)/)?dynamic_slice
 _OF_JAX = re.compile(
     "while|body|cond|scan|branch_.*|call.*|closed_call|checkpoint|remat.*|custom_.*|shard_map|eval_jaxpr|vmap|jvp"
 )
+# Operations with a tuple as operand and as result, part by part.
+_WHOLE_TUPLES = ("while", "opt-barrier", "optimization-barrier")
 # Operations with dimensions in another order than their operands.
 _MAPPED = {"broadcast", "transpose", "reshape", "dot", "reduce", "convolution", "gather", "scatter"}
 
@@ -135,11 +137,8 @@ class Origins:
                 if self.producers(user, axis):
                     return user
                 waiting.append(user)
-            if (
-                at.computation.name == self.whole.entry
-                and at.instruction.is_root
-                and not self.program.compiled.chooses_results
-            ):
+            is_result = at.instruction.is_root and at.computation.name == self.whole.entry
+            if is_result and not self.program.compiled.chooses_results:
                 return at
         return None
 
@@ -170,15 +169,10 @@ class Origins:
                 yield Dim(inner, inner.root, part, index)
             return
         for number, operand in enumerate(place.operands(each)):
-            inner_part = each.parts[number]
-            if each.opcode == "get-tuple-element":
-                inner_part = each.attribute("index")
-            elif each.opcode == "tuple":
-                if part != str(number):
-                    continue
-            elif each.opcode in ("while", "opt-barrier", "optimization-barrier"):
-                inner_part = part
-            below = Dim(place, operand, inner_part, index)
+            if each.opcode == "tuple" and part != str(number):
+                continue
+            inner_part = each.attribute("index") if each.opcode == "get-tuple-element" else each.parts[number]
+            below = Dim(place, operand, part if each.opcode in _WHOLE_TUPLES else inner_part, index)
             if (found := _same_place(at, below, number)) is not None:
                 yield below._replace(dim=found)
 
@@ -189,10 +183,10 @@ class Origins:
         for user in place.users[each.name]:
             if user.opcode == "tuple":
                 found = [Dim(place, user, str(i), index) for i, name in enumerate(user.operands) if name == each.name]
-            elif user.opcode in ("while", "opt-barrier", "optimization-barrier"):
+            elif user.opcode in _WHOLE_TUPLES:
                 found = [Dim(place, user, part, index)]
             else:
-                found = [Dim(place, user, "", i) for i in range(len(user.shapes[0][1]) if user.shapes else 0)]
+                found = Dim(place, user, "", 0).all
             yield from (above for above in found if at in self.operands(above))
         if each.is_root and place.name in self.program.callers:
             outer, caller = self.program.callers[place.name]
@@ -230,11 +224,9 @@ class Origins:
             (at,) = below
         if each.is_argument and each.opcode == "parameter":
             return each.op_name, at.dim
-        line = self.line(at.computation, each)
-        where = ", ".join(["backward"] * is_backward(each) + [line] * bool(line))
-        return f"the result of {function(top.computation, top.instruction, primitive)}" + f" ({where})" * bool(
-            where
-        ), top.dim
+        name = f"the result of {function(top.computation, top.instruction, primitive)}"
+        where = ", ".join(filter(None, ["backward" * is_backward(each), self.line(at.computation, each)]))
+        return name + f" ({where})" * bool(where), top.dim
 
     def whole_operand(self, place: Computation, user: Instruction, number: int) -> Dim:
         """Returns dimension 0 of an operand, before a shard_map takes a device's part of it."""

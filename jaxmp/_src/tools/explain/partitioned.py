@@ -1,7 +1,4 @@
-"""Matches the instructions of a program before and after XLA's partitioner.
-
-A `Place` is an instruction with its computation. The part of an operand is its index in a tuple, or "".
-"""
+"""Matches the instructions of a program before and after XLA's partitioner."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from jaxmp._src.core.contraction.contraction import Dims
 from jaxmp._src.tools.explain import hlo
 from jaxmp._src.tools.explain.hlo import COLLECTIVES, MOVES, Computation, Instruction, Module, ints
 
+# An instruction with its computation.
 Place = tuple[Computation, Instruction]
 # An axis, or a part of it, in a sharding or in replica groups.
 _AXIS = r"'([^']*)'(?::\((\d+)\)(\d+))?"
@@ -93,8 +91,8 @@ class Program:
         ]
 
     def dims(self, computation: Computation, of: Instruction, part: str = "") -> Dims:
-        """Returns the axes that shard each dimension of a whole array; () if none do, if the sharding is unknown, or
-        for a tuple without `part`."""
+        """Returns the axes that shard each dimension of a whole array, or of this part of a tuple; () if none do, if
+        the sharding is unknown, or for a tuple without `part`."""
         text = of.sharding
         if (text, part) not in self._dims:
             texts = list(split(text)) if text.startswith("{") else [text]  # a tuple

@@ -1,7 +1,6 @@
 """Finds the reader of a collective in a compiled program, and the values that it wants in another sharding.
 
-A reader is the first instruction after the collective that does not only move data. An `Edge`, (computation, user,
-number), is the use of operand `number` by the instruction `user`. A `Place` is an instruction with its computation.
+A reader is the first instruction after the collective that does not only move data.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Compares how mesh axes shard values with how operations need them, and puts both in words.
-
-An `Edge`, (computation, instruction, number), is the use of operand `number` by an instruction, its user.
-"""
+"""Compares how mesh axes shard values with how operations need them, and puts both in words."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from jaxmp._src.tools.explain.hlo import MOVES, Computation, Instruction
 from jaxmp._src.tools.explain.origins import ASKING, Dim, Origins, is_backward, summed, value
 from jaxmp._src.tools.explain.partitioned import Program
 
-# (computation, a user of a value, the number of the operand that is the value).
+# The use of operand `number` by an instruction, its user: (computation, user, number).
 Edge = tuple[Computation, Instruction, int]
 
 
