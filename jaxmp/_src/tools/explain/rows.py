@@ -263,13 +263,15 @@ def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: 
         decision = decide.grouped(spec, avals, decide.here(spec.mesh, spec.experts))
     groups, (_, m, k), n, ndevices = (bounds.shape[1] - 1) // spec.nranks, x.shape, d.shape[-1], shards.mesh_size(x)
     whole, repeats = spec.whole or (groups, m, k, n), 1 if spec.whole or not x.sharding.mesh.manual_axes else ndevices
+    *global_shapes, whole_extents = shards.grouped_sizes(spec, *whole)
+    *local_shapes, local_extents = shards.grouped_sizes(spec, groups, m, k, n)
     return Row(
         operation="ragged_dot",
         count=count,
         pattern="experts" if spec.experts else "split" if spec.whole else "local",
         groups=f"{whole[0]} of rows" + (f", on {spec.nranks} ranks over {spec.experts}" if spec.experts else ""),
-        global_shapes=shards.grouped_shapes(spec, *whole),
-        local_shapes=shards.grouped_shapes(spec, groups, m, k, n),
+        global_shapes=tuple(global_shapes),
+        local_shapes=tuple(local_shapes),
         dtypes=f"{x.dtype.name} x {w.dtype.name} -> {d.dtype.name}",
         accumulator=accumulator(x.dtype).name,
         **spec.level.option,
@@ -277,8 +279,8 @@ def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: 
         **_decided(decision, spec.mesh, spec.experts),
         flops=2 * math.prod(whole[1:]) * d.shape[0] * (4 if jax.numpy.iscomplexobj(d) else 1) * repeats,
         line=line,
-        extents=shards.grouped_extents(spec, *whole[1:]),
-        local_extents=shards.grouped_extents(spec, m, k, n),
+        extents=whole_extents,
+        local_extents=local_extents,
         ndevices=ndevices,
         placement=shards.grouped_placement(spec),
     )
