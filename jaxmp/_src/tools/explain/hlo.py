@@ -29,7 +29,6 @@ _HEAD = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _BRACKET = re.compile(r'\\.|["(){}\[\]]')
 _OPERAND = re.compile(r"%([\w.\-]+)(?:#(\d+))?")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 
 @dataclasses.dataclass(eq=False)  # frozen ones take three times as long to create, and programs have 10,000s
@@ -263,12 +262,8 @@ def called_by(instruction: Instruction) -> list[tuple[str, int | None]]:
 
 
 def _bytes_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> int:
-    return sum(math.ceil(math.prod(extents) * _bits(kind) / 8) for kind, extents in shapes)
-
-
-def _bits(kind: str) -> int:
-    digits = re.match(r"[a-z]+(\d+)", kind)
-    return _BITS[kind] if kind in _BITS else int(digits[1]) if digits else 0
+    bits = [(extents, re.match(r"pred|[a-z]+(\d+)", kind)) for kind, extents in shapes]  # a token has no match
+    return sum(math.ceil(math.prod(extents) * int(found[1] or 8) / 8) for extents, found in bits if found)
 
 
 def _frames(header: str) -> tuple[dict[int, Sequence[Frame]], dict[Frame, set[Frame]]]:

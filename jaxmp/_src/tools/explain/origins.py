@@ -111,15 +111,13 @@ class Origins:
         line = self.whole.line(each)
         return (asker(at.computation, each) + f" in {line}" * bool(line),)
 
-    def consumers(self, start: Dim, axis: str, *, where: bool = False) -> tuple[str, ...]:
+    def consumers(self, start: Dim, axis: str) -> tuple[str, ...]:
         """Follows a value towards the results, to the first place where `axis` has an origin (`met`), and returns the
-        origins there: of another operand's sharding ("dimension 0 of w"), a constraint, or "out_shardings" at a result
-        of the program. () if there is no such place. `where`: appends the place's line to dimensions of arguments
-        ("dimension 0 of w in train.py:9")."""
+        origins there: of another operand's sharding ("dimension 0 of w in train.py:9", with the line of the place), a
+        constraint, or "out_shardings" at a result of the program. () if there is no such place."""
         if (met := self.met(start, axis)) is None:
             return ()
-        line = self.line(*met[:2]) if where else ""
-        names = self.producers(met, axis) or ("out_shardings",)
+        line, names = self.line(*met[:2]), self.producers(met, axis) or ("out_shardings",)
         return tuple(name + f" in {line}" * (bool(line) and name.startswith("dimension")) for name in names)
 
     def met(self, start: Dim, axis: str) -> Dim | None:

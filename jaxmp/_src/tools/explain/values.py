@@ -84,7 +84,7 @@ class Values:
         or else " (to meet out_shardings)" for consumers; "" if there is none."""
         axes = self.axes_of(each)
         producers = [name for axis in axes for name in self.origins.producers(each, axis)]
-        found = producers or [name for axis in axes for name in self.origins.consumers(each, axis, where=True)]
+        found = producers or [name for axis in axes for name in self.origins.consumers(each, axis)]
         named = [each for each in dict.fromkeys(found) if each != name][:2]
         return f" ({'from' if producers else 'to meet'} {joined(named)})" * bool(named)
 
