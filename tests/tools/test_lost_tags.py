@@ -60,7 +60,9 @@ def test_a_sum_in_a_loop_names_the_weight_and_the_loop(arrays, module):
     options = {"out_sharding": P("data", None)} if is_explicit else {}
     program = functools.partial(untagged, module, **options)
     rows = jaxmp.explain(program, compiled=True, quiet=True)(w, xs).collectives
-    found = {row.remedy for row in rows if row.axes == ("data",) and not row.shape.endswith("[]")}
+    of_data = [row for row in rows if row.axes == ("data",) and not row.shape.endswith("[]")]
+    assert {row.cause_kind for row in of_data} == {"gradient" if module is jnp else "jaxmp"}
+    found = {row.remedy for row in of_data}
     assert len(found) == 2
     for name in w:
         (remedy,) = (each for each in found if each.startswith(f"tag w['{name}'] reduced over data"))
