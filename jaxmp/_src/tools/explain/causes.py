@@ -27,17 +27,13 @@ _PRODUCTS = ("dot", "convolution")
 _SCATTERED = "keep the result sharded (out_sharding; a reduce-scatter, except on CPUs), or jaxmp.matmul, which hides "
 _SCATTERED += "the sum"
 _NEEDED_WHERE_SAME = "needed where the value is the same on every device"
-_OF_ONE_VALUE = "needed for one value of all, such as a loss or a norm"
 _OF_PARTS = "; or let each device use the value of its own part (jax.shard_map), as a batch norm may"
 _IN_BOTH = "shard what it sums in both operands, or let jaxmp.matmul or fuse gather while they multiply"
-_OVER_ANOTHER = "shard one of them over another axis, or jaxmp.matmul"
-_ONE_SHARDING = "give both one sharding, where they are made"
 _HIDES = "give its result the sharding of its operands, or let jaxmp.matmul or fuse move it while they multiply"
 _APART = "leave the dimensions apart (jnp.einsum takes both), or shard the first of them, if the axis divides it"
 _EXTENTS = "take extents that the axis divides, as of heads, or shard another dimension"
 _ASK = "ask for the sharding that the array has, or make the array with the sharding that this asks for"
 _NAME_RESULTS = "name the sharding that the computation gives in out_shardings"
-_KEEP_CARRY = "constrain the carry to one sharding, at the start and in the body"
 
 
 def cause(origins: Origins, computation: Computation, collective: Instruction, operand: int = 0) -> Cause:
@@ -108,7 +104,8 @@ class _Causes(Search):
         is_scatter = "scatter" in name or source.opcode == "scatter"
         who = "scatter sums" if is_scatter else f"{name.removeprefix('reduce_') or 'sum'} reduces"
         remedy = self.leave_whole(dims) + _OF_PARTS * (not is_scatter and any(each.dim == 0 for each in dims))
-        remedy = remedy if self.collective.shapes[0][1] else _OF_ONE_VALUE
+        if not self.collective.shapes[0][1]:
+            remedy = "needed for one value of all, such as a loss or a norm"
         return Cause("reduction", f"this {who} {self.which(dims)}", remedy, line)
 
     def _summed(self, places: Sequence[Place]) -> list[Dim]:
@@ -172,7 +169,7 @@ class _Causes(Search):
         if edge and self.is_along(edge) and (self.differs(*edge) or not self.differs(*found)):
             return self._along(self.source.primitive, edge, made)
         text = self._has(_who(found, name or reader.opcode), found, Dim(*found[:2], "", 0))
-        return asked or Cause("elementwise", text, _ONE_SHARDING, line)
+        return asked or Cause("elementwise", text, "give both one sharding, where they are made", line)
 
     # Words -------------------------------------------------------------------------------------------------------
 
@@ -258,7 +255,7 @@ class _Causes(Search):
             return Cause("product", f"{who} sums {', with '.join(which)}", remedy, line)
         if both := self.axes_in(kept[0]) & self.axes_in(kept[1]) & {*over.axes}:
             text = f"{who} keeps {over.dims(kept[0])} and {over.dims(kept[1])}, but {shard(both)} both"
-            return Cause("product", text, _OVER_ANOTHER, line)
+            return Cause("product", text, "shard one of them over another axis, or jaxmp.matmul", line)
         return self._asked(found) or Cause("product", self._has(who, found, Dim(place, product, "", 0)), _HIDES, line)
 
     # Requests for a sharding -------------------------------------------------------------------------------------
@@ -315,7 +312,7 @@ class _Causes(Search):
     def _carry(self, found: Edge | None, carry: Dim | None, line: str) -> Cause:
         text = f"the loop's carry changes its sharding over {self.over}, in each iteration"
         text = self._has("the loop's carry", found, carry) if found and carry else text
-        return Cause("carry", text, _KEEP_CARRY, line)
+        return Cause("carry", text, "constrain the carry to one sharding, at the start and in the body", line)
 
 
 def _who(found: Edge, name: str) -> str:

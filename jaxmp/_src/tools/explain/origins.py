@@ -70,10 +70,6 @@ class Origins:
         dims = self.program.dims(*at[:3])
         return dims[at.dim] if at.dim < len(dims) else ()
 
-    def of(self, at: Dim, axis: str) -> tuple[str, ...]:
-        """Returns at most two origins of this axis: producers of the values, or else consumers that ask for it."""
-        return self.producers(at, axis) or self.consumers(at, axis)
-
     def producers(self, start: Dim, axis: str) -> tuple[str, ...]:
         """Returns at most two arguments or constraints, at `start` or before it, that make the axis shard the
         dimension; () if the axis does not shard it, or if none of them asks for it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterable
 
 from jaxmp._src.tools.explain.hlo import MOVES, Computation, Instruction
@@ -130,23 +131,19 @@ class Values:
             texts.append(text + self.every.origin(each) * is_made)
         return joined(texts)
 
-    def begins(self, dims: Iterable[Dim]) -> list[str]:
-        """Returns the origins of the shardings of dimensions."""
-        names = (name for each in dims for axis in self.axes_of(each) for name in self.origins.of(each, axis))
-        return [*dict.fromkeys(names)]
-
     def leave_whole(self, dims: Iterable[Dim]) -> str:
         """Returns the remedy to leave the dimensions whole where their sharding begins, "leave dimension 0 of x whole"
         for arguments or "change with_sharding_constraint in train.py:12" for other origins, or to shard another
         dimension if the array has one."""
-        dims = [*dims]
-        names, axes = self.begins(dims)[:2], self.axes_in(dims) & {*self.axes}
+        pairs = [(each, axis) for each in dims for axis in self.axes_of(each)]
+        found = (self.origins.producers(*pair) or self.origins.consumers(*pair) for pair in pairs)
+        names = [*dict.fromkeys(itertools.chain(*found))][:2]
+        if not names:
+            return "leave this dimension whole"
         arrays = [name for name in names if name.startswith("dimension")]
-        remedy = f"leave {joined(arrays)} whole" if arrays else f"change {joined(names)}" if names else ""
-        is_other = axes and any(len(each.extents) > 1 for each in dims)
-        return (remedy or "leave this dimension whole") + f"; shard another dimension over {joined(axes)}" * bool(
-            is_other
-        )
+        remedy = f"leave {joined(arrays)} whole" if arrays else f"change {joined(names)}"
+        has_others, axes = any(len(each.extents) > 1 for each, _ in pairs), {axis for _, axis in pairs}
+        return remedy + f"; shard another dimension over {joined(axes)}" * has_others
 
 
 def shard(axes: Collection[str]) -> str:
