@@ -204,10 +204,16 @@ class _Causes(Search):
         but a slice of a scan has the scan's line."""
         if found is None:
             return Cause("whole", f"{name} wants an operand whole, but XLA splits it over {self.over}", "", line)
-        who, other = _who(found, cumulative(name, found[1])), cheaper_way(name, *found[:2])
         if not (dims := self.worked(found)[:1]):
-            text = f"XLA does not split {name} over {self.over}, but {self.operand(found)}"
-            return Cause("whole", text, f"run it in jax.shard_map over {self.over}, each device on its part", line)
+            # The indices of a lookup or scatter come last, because JAX has computed them from the user's indices.
+            numbers = sorted(range(len(found[1].operands)), key=lambda i: i == 1)
+            have = filter(None, (self.every.describe(self.every.sharded(*found[:2], i)) for i in numbers))
+            text = f"XLA does not split {name} over {self.over}, but {joined([*dict.fromkeys(have)][:2])}"
+            remedy = f"run it in jax.shard_map over {self.over}, each device on its part"
+            if not self.sharded(*found[:2], 0):
+                remedy = self.every.leave_whole(self.every.sharded(*found[:2], 0)[:1])
+            return Cause("whole", text, remedy, line)
+        who, other = _who(found, cumulative(name, found[1])), cheaper_way(name, *found[:2])
         if name == "dynamic_slice" and OF_SCAN.search(found[1].op_name):
             who, other, line = "the scan", "", self.origins.line(*found[:2]) or line
         text = self._whole(who, found, dims) + f"; {self.operand(found)}" * ("update" in name and found[2] > 0)

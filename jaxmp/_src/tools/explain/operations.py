@@ -86,4 +86,4 @@ def only_moves(user: Instruction) -> bool:
     if user.primitive in ASKING and user.opcode == "copy":
         return False
     moves = user.opcode in MOVES or user.kind in COLLECTIVES or user.opcode.endswith("-done")
-    return moves and OWN.get(user.primitive) != user.opcode
+    return moves and (OWN | {"tile": "reshape"}).get(user.primitive) != user.opcode

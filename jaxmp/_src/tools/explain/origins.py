@@ -26,8 +26,7 @@ ASKING = {
     "jit": "{}_shardings of an inner jax.jit",
 }
 # Changes of shape by the program itself, with XLA's operations, which the partitioner also emits on its own.
-OWN = {"reshape": "reshape", "tile": "reshape", "slice": "slice", "split": "slice", "pad": "pad"}
-OWN |= {"dynamic_slice": "dynamic-slice"}
+OWN = {"reshape": "reshape", "slice": "slice", "split": "slice", "pad": "pad", "dynamic_slice": "dynamic-slice"}
 OF_SCAN = re.compile(r"while/body/(?:jit\(dynamic_index_in_dim\)/)?dynamic_slice$")
 # JAX's scopes.
 _OF_JAX = re.compile(
