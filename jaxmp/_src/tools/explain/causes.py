@@ -110,15 +110,10 @@ class _Causes(Search):
 
     def _summed(self, places: Sequence[Place]) -> list[Dim]:
         """Returns the dimensions that an operation sums and the axes shard: of the one in `places` with the most such
-        dimensions, or else of one with the name of `source`. If the axes shard none, returns all that the first one in
-        `places` sums."""
-        # Another product of this name may have a result of other extents.
-        for found in (places, self.program.named(self.source)):
-            sums = ([dim for i in (0, 1) for dim in summed(*place, i) if self.axes_of(dim)] for place in found)
-            if dims := max(sums, key=len, default=[]):
-                return dims
-        every = ([dim for i in (0, 1) for dim in summed(*place, i)] for place in places)
-        return next(filter(None, every), [])
+        dimensions. If the axes shard none, returns all that the first one in `places` sums."""
+        every = [[dim for i in (0, 1) for dim in summed(*place, i)] for place in places]
+        sharded = ([dim for dim in dims if self.axes_of(dim)] for dims in every)
+        return max(sharded, key=len, default=[]) or next(filter(None, every), [])
 
     def _spreads(self, reduction: Instruction) -> bool:
         """True if the result of a reduction is broadcast to the shape of its operand, as in a norm and its gradient.
@@ -163,11 +158,9 @@ class _Causes(Search):
         if reader.primitive in ("reshape", "tile"):
             return self._reshape(found, line)
         asked = self._asked(found)
-        if name in ALONG and (self.is_along(found) or name == "top_k" or (name in UNSPLIT and asked is None)):
+        is_whole = bool(self.worked(found)) or not self.sharded(*found[:2], 0)
+        if name in ALONG and (is_whole or (name in UNSPLIT and not asked)):
             return self._along(name, found, line)
-        edge = self.edge(self.source) if self.source.primitive in ALONG and not (asked and name in ALONG) else None
-        if edge and self.is_along(edge) and (self.differs(*edge) or not self.differs(*found)):
-            return self._along(self.source.primitive, edge, made)
         text = self._has(_who(found, name or reader.opcode), found, Dim(*found[:2], "", 0))
         return asked or Cause("elementwise", text, "give both one sharding, where they are made", line)
 

@@ -78,10 +78,6 @@ class Program:
         at = places.get(part.name, 0)
         return found[at:] + found[:at]
 
-    def named(self, part: Instruction) -> list[Place]:
-        """Returns the instructions on whole arrays with the same name and opcode as one after the partitioner."""
-        return self._wholes.get((origin(part), part.opcode), [])
-
     def local(self, computation: Computation, each: Instruction) -> list[tuple[str, tuple[int, ...]]]:
         """Returns [(type, extents)] that an instruction, or the first array of its tuple, has on one device."""
         by = [math.prod(self.mesh[axis] for axis in dim) for dim in self.dims(computation, each, "0")]

@@ -85,10 +85,6 @@ class Search(Values):
         along = worked_along(*found[:2])
         return [each for each in dims if along is None or each.dim in along]
 
-    def is_along(self, found: Edge) -> bool:
-        """True if `worked` is not empty, and so explains why XLA moves data, or if the axes do not shard operand 0."""
-        return bool(self.worked(found)) or not self.sharded(*found[:2], 0)
-
     def returned(self, through: Instruction) -> tuple[Dim, Dim]:
         """Returns (the value that the program returns as `through`, before moves if the axes shard it there; the
         program's result), both as dimension 0. Only for a collective in the entry computation."""
@@ -114,7 +110,7 @@ class Search(Values):
             asks = met and (met.instruction.primitive in ASKING or met.instruction.opcode == "while")
             if met and (asks or not self.origins.producers(met, asked[0][1])):
                 return met
-        if asked or any(self._is_sharded_by_producers(place, user, i) for i in operands):
+        if asked:
             return None
         dims, waiting, seen, is_returned = self.program.dims(place, user), [(place, user)], {user.name}, False
         for place, at in waiting:
@@ -135,12 +131,6 @@ class Search(Values):
             inner = self.origins.whole.computations[name]
             if place.operands(user)[1 + i] is at:
                 yield from ((inner, each) for each in inner.instructions.values() if each.opcode == "parameter")
-
-    def _is_sharded_by_producers(self, place: Computation, user: Instruction, number: int) -> bool:
-        """True if an operand is sharded like the result of its user, and the sharding comes from its producers."""
-        at, dims = value(place, user, number), self.program.dims(place, user)
-        every = ((at._replace(dim=i), axis) for i, axes in enumerate(dims) for axis in axes)
-        return dims == self.program.dims(*at[:3]) and any(self.origins.producers(*each) for each in every)
 
 
 def chain(computation: Computation, at: Instruction) -> Iterator[Instruction]:
