@@ -3,8 +3,8 @@
 import functools
 import re
 
+import cases
 import jax
-import jax.export
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -14,175 +14,26 @@ import jaxmp
 from jaxmp._src.tools.explain import hlo, partitioned
 
 F32 = 4
-SHARDED = {"in_shardings": (P(None, "model"), P("model")), "out_sharding": P()}
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+@pytest.fixture
+def mesh(mesh_of):
+    return mesh_of({"data": 2, "model": 2}, AxisType.Auto)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def array(mesh):
     """Returns a function for types on the mesh: array((8, 16), "data") has its rows over data."""
-
-    def of(shape, *spec, dtype="float32"):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
-
-    return of
+    return functools.partial(cases.typed, mesh)
 
 
 def compiled(fn, *args):
     return jaxmp.explain(fn, compiled=True, quiet=True)(*args)
 
 
-def scan_with_constraint(x, w):
-    def body(carry, _):
-        return jax.lax.with_sharding_constraint(jnp.tanh(carry @ w), P("model")), None
-
-    return jax.lax.scan(body, x, None, length=5)[0]
-
-
-# (name, function, arguments as (shape, spec...), a row: kind, axes, cause)
-CASES = [
-    ("contracted", lambda x, w: x @ w, [((8, 16), None, "model"), ((16, 32),)], ("all-gather", "model", "product")),
-    ("both", lambda x, w: x @ w, [((8, 16), "model", None), ((16, 32), None, "model")],
-     ("collective-permute", "data model", "product")),
-    ("row-parallel", lambda x, w: x @ w, [((8, 16), None, "model"), ((16, 32), "model", None)],
-     ("all-reduce", "model", "product")),
-    ("constraint", lambda x: jax.lax.with_sharding_constraint(x * 2, P()) + 1, [((8, 16), "data")],
-     ("all-gather", "data", "constraint")),
-    ("two-shardings", lambda x, y: (x + y) @ y.T, [((8, 16), "data"), ((8, 16), "model")],
-     ("all-gather", "data", "elementwise")),
-    ("lookup", lambda table: table[jnp.arange(8) * 3], [((64, 16), "model")], ("all-reduce", "model", "whole")),
-    ("norm", lambda x: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True)), [((8, 16), None, "model")],
-     ("all-reduce", "model", "reduction")),
-    ("carry", scan_with_constraint, [((8, 16), "data"), ((16, 16),)], ("collective-permute", "data model", "carry")),
-    ("weights-gradient", jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)),
-     [((16, 32), None, "model"), ((8, 16), "data")], ("all-reduce", "data", "gradient")),
-    ("bias-gradient", jax.grad(lambda b, x: jnp.sum(jnp.tanh(x + b[None]))), [((16,),), ((8, 16), "data")],
-     ("all-reduce", "data", "gradient")),
-    ("sort", lambda x: jnp.sort(x, 1), [((8, 16), None, "model")], ("all-to-all", "model", "whole")),
-    ("cumsum", lambda x: jnp.cumsum(x, 0), [((8, 16), "data")], ("all-gather", "data", "whole")),
-    ("reshape", lambda x: x.reshape(-1)[3:80] + 1, [((6, 16), None, "model")], ("all-gather", "model", "reshape")),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("fn", "args", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_a_collective_has_its_cause_and_line(fn, args, expected, array, mesh):
-    with jax.set_mesh(mesh):
-        explanation = compiled(fn, *(array(*arg) for arg in args))
-    found = [(row.kind, " ".join(row.axes), row.cause_kind) for row in explanation.collectives]
-    assert expected in found, f"{explanation}"
-    assert all(row.line.startswith("test_compiled.py:") for row in explanation.collectives)
-    assert all(len(line) <= 80 for line in str(explanation).splitlines())
-    assert "<table>" in explanation._repr_html_()
-
-
-CONSTRAINT = r"with_sharding_constraint in test_compiled\.py:\d+"
-
-
-def constrained_norm(x):
-    x = jax.lax.with_sharding_constraint(jnp.tanh(x), P(None, "model"))
-    return x / jnp.mean(x * x, -1, keepdims=True)
-
-
-def momentum(w, m, x):
-    return w - m, 0.9 * m + jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
-
-
-def slices_of_a_reshape(x):
-    return jax.lax.scan(lambda carry, part: (carry + part.sum(), None), 0.0, x.reshape(4, 2, 16))[0]
-
-
-def layers(ps, x):
-    for p in ps:
-        x = jnp.tanh(x @ p["in"]) @ p["out"]
-    return x
-
-
-def decode(cache, x, w):
-    return jax.lax.dynamic_update_slice(cache, x @ w, (3, 0))
-
-
-def scaled(x, settings):
-    return (x * settings["scale"]) @ settings["w"]
-
-
-# (function, arguments like in CASES or containers of them, words in a cause)
-ORIGINS = [
-    (constrained_norm, [((8, 16),)], rf"^this sum reduces dimension 1 of .* \(from {CONSTRAINT}\), which model"),
-    (
-        lambda b, x, w: jnp.tanh(b + x) @ w,  # XLA chooses b's sharding, so b is no origin
-        [jax.ShapeDtypeStruct((1, 16), "float32"), ((8, 16), None, "model"), ((16, 32), None, "model")],
-        r"sums dimension 1 of the result of tanh .* \(from dimension 1 of x\) and keeps .* of w, but model",
-    ),
-    (lambda x, w: x @ w, [((8, 16), None, "model"), ((16, 32),)],
-     "sums dimension 1 of x, which model shards, with dimension 0 of w, which is whole"),
-    (momentum, [((16, 32), None, "model"), ((16, 32), "model"), ((8, 16), "data")],
-     r"^the gradient.s product has model on dimension 1 \(to meet dimension 0 of m in test_compiled.py:\d+\), but"),
-    (slices_of_a_reshape, [((8, 16), "data")],
-     r"^the scan wants dimension 0 of the result of reshape \(test_compiled.py:\d+\) \(from dimension 0 of x\)"),
-    (layers, [[{"in": ((16, 32), None, "model"), "out": ((32, 16), "model")}] * 2, ((8, 16),)],
-     r"from dimension 1 of ps\[1\]\['in'\]\) and dimension 0 of ps\[1\]\['out'\]"),
-    (decode, [((8, 16), "model"), ((1, 16),), ((16, 16), None, "model")],
-     "dimension 0 of cache whole, .*; model shards dimension 1 of the result of dot_general .*dimension 1 of w"),
-    (scaled, [((8, 16),), {"scale": 2.0, "w": ((16, 4), "model")}],
-     r"dimension 0 of settings\['w'\], which model shards"),
-    (lambda x: jnp.fft.fft(x, axis=0).real, [((8, 16), "data")],
-     "^fft wants dimension 0 of x whole, but data shards it$"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("fn", "args", "words"), ORIGINS, ids=range(len(ORIGINS)))
-def test_a_cause_names_the_array_or_constraint_where_it_begins(fn, args, words, array, mesh):
-    def typed(arg):
-        return array(*arg) if isinstance(arg, tuple) else arg
-
-    args = jax.tree.map(typed, args, is_leaf=lambda arg: isinstance(arg, tuple))
-    with jax.set_mesh(mesh):
-        collectives = compiled(fn, *args).collectives
-    assert any(re.search(words, row.cause) for row in collectives), collectives
-    assert not any(row.cause_kind in ("carry", "unplaced") for row in collectives)
-
-
-def test_specs_of_exported_functions_and_shard_maps_are_causes(array, mesh):
-    rows, cols = (NamedSharding(mesh, P(*spec)) for spec in (("model",), (None, "model")))
-    program = jax.jit(jnp.tanh, in_shardings=rows, out_shardings=rows)
-    exported = jax.export.export(program)(jax.ShapeDtypeStruct((8, 16), "float32"))
-    causes = [row.cause for row in compiled(lambda w: exported.call(w), array((8, 16), *cols.spec)).collectives]
-    asks = "in_shardings of the exported function have model on dimension 0, but model shards dimension 1 of w"
-    assert causes == [asks]
-    whole = jax.shard_map(lambda x: x.sum(0), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    (row,) = compiled(lambda x: whole(x * 2), array((8, 16), "data")).collectives
-    assert row.cause.startswith("in_specs of shard_map have data on no dimension, but data shards dimension 0")
-
-
-def test_layers_that_one_line_makes_share_a_row_of_the_table(array):
-    ps = [{"in": array((16, 32), None, "model"), "out": array((32, 16), "model")}] * 3
-    explanation = compiled(layers, ps, array((8, 16)))
-    assert len({row.cause for row in explanation.collectives}) == 3
-    assert "ps[*]['out']" in str(explanation)
-    assert str(explanation).count("all-reduce  ") == 1
-
-
-def test_a_result_that_is_wanted_whole_names_out_shardings(array, mesh):
-    product = jax.jit(lambda x, w: x @ w, out_shardings=NamedSharding(mesh, P()))
-    (row,) = compiled(product, array((8, 16)), array((16, 32), None, "model")).collectives
-    assert (row.kind, row.cause_kind, row.nbytes) == ("all-gather", "out_shardings", 8 * 16 * F32)
-
-
-def test_a_collective_that_the_program_writes_is_named_so(array, mesh):
-    summed = jax.shard_map(lambda x: jax.lax.psum(x, "model"), mesh=mesh, in_specs=P("model"), out_specs=P())
-    (row,) = compiled(summed, array((8, 16), "model")).collectives
-    assert (row.cause_kind, row.cause) == ("written", "the program runs jax.lax.psum (or pmean)")
-
-
-def test_explicit_axes_have_their_reshards(mesh):
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=mesh.devices.flat)
-    x = jax.ShapeDtypeStruct((8, 16), "float32", sharding=NamedSharding(mesh, P("data")))
-    with jax.set_mesh(mesh):
-        (row,) = compiled(lambda x: jax.sharding.reshard(x, P()) + 1, x).collectives
+def test_explicit_axes_have_their_reshards(mesh_of):
+    with jax.set_mesh(mesh := mesh_of({"data": 2, "model": 2})):
+        (row,) = compiled(lambda x: jax.sharding.reshard(x, P()) + 1, cases.typed(mesh, (8, 16), "data")).collectives
     assert (row.kind, row.axes, row.cause_kind) == ("all-gather", ("data",), "constraint")
     assert row.cause.startswith("reshard has")
 
@@ -256,7 +107,8 @@ def test_calls_of_jaxmp_stand_beside_the_collectives(array, mesh):
     assert scattered.bytes_moved == row.nbytes
     assert "1.15 kB of it are operands of other devices that calls read in place" in str(scattered)
     jaxmp.assert_no_collectives(jaxmp.fuse(lambda x, w: jnp.tanh(x @ w).sum(0)))(x, w)
-    by_xla = compiled(functools.partial(jaxmp.matmul, implementation="xla", mesh=mesh, **SHARDED), x, w)
+    sharded = {"in_shardings": (P(None, "model"), P("model")), "out_sharding": P(), "mesh": mesh}
+    by_xla = compiled(functools.partial(jaxmp.matmul, implementation="xla", **sharded), x, w)
     (row,) = by_xla.collectives
     assert (row.cause_kind, by_xla.bytes_moved, by_xla.bytes_hidden) == ("jaxmp", row.nbytes, 0)  # counted once
     assert row.cause.startswith("this product sums dimension 1 of a and dimension 0 of b, which model shards")
@@ -360,3 +212,67 @@ def test_groups_of_devices_are_read(text, expected):
 )
 def test_shardings_are_read(text, expected):
     assert partitioned.sharded(text, {"data": 2, "model": 2}) == expected
+
+
+FRAMES = """HloModule m
+
+FileNames
+1 "/a/train.py"
+2 "/a/layers.py"
+3 "/lib/python3.13/site-packages/flax/nnx/module.py"
+
+FunctionNames
+1 "step"
+2 "step.<locals>.norm"
+3 "Block.__call__"
+4 "main"
+5 "<module>"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=10 end_line=10 column=0 end_column=0}
+2 {file_name_id=1 function_name_id=1 line=11 end_line=11 column=0 end_column=0}
+3 {file_name_id=1 function_name_id=2 line=5 end_line=5 column=0 end_column=0}
+4 {file_name_id=2 function_name_id=3 line=7 end_line=7 column=0 end_column=0}
+5 {file_name_id=3 function_name_id=3 line=99 end_line=99 column=0 end_column=0}
+6 {file_name_id=1 function_name_id=5 line=40 end_line=40 column=0 end_column=0}
+7 {file_name_id=1 function_name_id=4 line=30 end_line=30 column=0 end_column=0}
+8 {file_name_id=1 function_name_id=4 line=31 end_line=31 column=0 end_column=0}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=1}
+3 {file_location_id=3 parent_frame_id=2}
+4 {file_location_id=3 parent_frame_id=3}
+5 {file_location_id=5 parent_frame_id=2}
+6 {file_location_id=4 parent_frame_id=6}
+7 {file_location_id=5 parent_frame_id=3}
+8 {file_location_id=4 parent_frame_id=8}
+9 {file_location_id=3 parent_frame_id=5}
+10 {file_location_id=6}
+11 {file_location_id=8 parent_frame_id=11}
+12 {file_location_id=6 parent_frame_id=12}
+13 {file_location_id=7 parent_frame_id=13}
+14 {file_location_id=4 parent_frame_id=14}
+
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("frame", "line"),
+    {
+        1: "train.py:10",
+        3: "train.py:10 -> norm:5",
+        4: "train.py:11 -> norm:5",
+        6: "train.py:10 -> layers.py:7",  # the library's frame between them is omitted
+        8: "train.py:11 -> layers.py:7",
+        9: "train.py:11 -> norm:5",  # as JAX repeats frames
+        14: "train.py:31 -> layers.py:7",  # main exported it at line 30 and calls it at line 31
+        100: "",
+    }.items(),
+)
+def test_callers_are_read_from_the_tables_of_frames(frame, line):
+    each = hlo.Instruction("c", "add", "f32[2]{0}", (), (), f'metadata={{op_name="a/b" stack_frame_id={frame}}}', False)
+    module = hlo.Module(FRAMES)
+    assert module.line(each) == line
+    assert module.innermost(each) == line.rpartition(" -> ")[2].replace("norm", "train.py")

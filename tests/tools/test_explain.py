@@ -25,10 +25,19 @@ def abstract(shape, dtype="float32"):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def rows_of(mode, case, rng, **options):
+def operands(mode, case, rng):
+    return [mode.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True)]
+
+
+def rows_of(mode, case, rng):
     with mode.scope(case):
-        a, b = (mode.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True))
-        return jaxmp.explain(mode.product(case, **options))(a, b).rows
+        return jaxmp.explain(mode.product(case))(*operands(mode, case, rng)).rows
+
+
+def whole(name, *extents):
+    """Returns the case of this name with m, n and k of whole arrays."""
+    case = cases.BY_NAME[name]
+    return case.replace(per_shard=tuple(each // one for each, one in zip(extents, case.extents, strict=True)))
 
 
 # Case: (groups, a, b, d per device, bytes that one rank reads from its peers). m, n, k = 16, 8, 32 on a 2 x 2 mesh.
@@ -43,8 +52,7 @@ ROWS = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_has_the_numbers_of_its_call(name, rng):
-    case = cases.BY_NAME[name]
-    case = case.replace(per_shard=tuple(whole // one for whole, one in zip((16, 8, 32), case.extents, strict=True)))
+    case = whole(name, 16, 8, 32)
     (row,) = rows_of(EXPLICIT, case, rng)
     groups, per_device, moved = ROWS[name]
     assert (row.operation, row.count, row.pattern, row.groups) == ("matmul", 1, case.pattern, groups)
@@ -82,12 +90,10 @@ def test_transfers_name_the_ranks_and_how_far_they_lie_apart(mesh_of):
 
 
 def test_the_shapes_of_a_gradient_are_those_of_whole_arrays(rng):
-    case = cases.BY_NAME["ag-data"]
-    case = case.replace(per_shard=tuple(whole // one for whole, one in zip((16, 8, 32), case.extents, strict=True)))
-    with EXPLICIT.scope(case):
-        a, b = (EXPLICIT.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True))
+    with EXPLICIT.scope(case := whole("ag-data", 16, 8, 32)):
         f = EXPLICIT.product(case)
-        rows = jaxmp.explain(jax.grad(lambda a, b: jnp.sum(f(a, b) ** 2), (0, 1)), quiet=True)(a, b).rows
+        gradient = jax.grad(lambda a, b: jnp.sum(f(a, b) ** 2), (0, 1))
+        rows = jaxmp.explain(gradient, quiet=True)(*operands(EXPLICIT, case, rng)).rows
     found = {row.global_shapes for row in rows if row.operation == "matmul"}
     # d = a b, and the gradients in b and in a.
     assert found == {((16, 32), (32, 8), (16, 8)), ((16, 32), (16, 8), (32, 8)), ((16, 8), (32, 8), (16, 32))}
@@ -111,14 +117,10 @@ def test_the_line_is_that_of_the_users_call(rng):
     assert row.line.startswith("test_explain.py:")
 
 
-MODES = [modes.BY_ID[name] for name in ("explicit", "in_shardings", "shard_map")]
-
-
 @pytest.mark.parametrize("implementation", ["xla", None])
 def test_arguments_that_are_no_arrays_stay_what_they_are(implementation):
-    x, w = jax.ShapeDtypeStruct((8, 16), "float32"), jax.ShapeDtypeStruct((4, 16), "float32")
     options = {"alpha": 2.0, "epilog": jaxmp.Epilog.RELU, "implementation": implementation}
-    (row,) = jaxmp.explain(jaxmp.matmul)(x, w, transpose_b=True, **options).rows
+    (row,) = jaxmp.explain(jaxmp.matmul)(abstract((8, 16)), abstract((4, 16)), transpose_b=True, **options).rows
     assert (row.global_shapes, row.epilog) == (((8, 16), (4, 16), (8, 4)), "RELU")
     assert "traced" not in row.why
 
@@ -127,10 +129,9 @@ def test_a_sum_over_data_parallel_rows_has_its_reason(rng):
     case = cases.BY_NAME["ag-data"].replace(per_shard=(4, 4, 4))
     m, n, _ = case.extents
     with EXPLICIT.scope(case):
-        a, b = (EXPLICIT.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True))
         aux = EXPLICIT.put(case, np.ones((m, n), np.float32), case.out)
         f = EXPLICIT.product(case, epilog=Epilog.DGELU_BGRAD)
-        call, total = jaxmp.explain(lambda a, b, aux: f(a, b, gelu_aux=aux))(a, b, aux).rows
+        call, total = jaxmp.explain(lambda a, b, aux: f(a, b, gelu_aux=aux))(*operands(EXPLICIT, case, rng), aux).rows
     assert (call.epilog, call.pattern) == ("DGELU_BGRAD", "all_gather")
     assert total.operation == "all_reduce"
     assert total.why == "completes a bias gradient over axes that share its rows outside of the call"
@@ -148,9 +149,8 @@ def test_the_partitioner_is_named(rng):
 def test_the_partitioner_of_a_gradient(rng):
     """Lists XLA's choice for each call: the documented price of giving no shardings."""
     mode, case = modes.BY_ID["partitioner"], cases.BY_NAME["rs-data"].replace(per_shard=(4, 4, 4))
-    a, b = (mode.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True))
     f = mode.product(case)
-    rows = jaxmp.explain(jax.grad(lambda a, b: jnp.sum(f(a, b) ** 2), (0, 1)))(a, b).rows
+    rows = jaxmp.explain(jax.grad(lambda a, b: jnp.sum(f(a, b) ** 2), (0, 1)))(*operands(mode, case, rng)).rows
     m, n, k = case.extents
     assert [row.extents for row in rows] == [(m, k, n), (k, m, n), (k, n, m)]  # the last computes the transpose
     assert "?" not in {row.pattern for row in rows}
@@ -246,17 +246,12 @@ def test_the_table_is_printed_and_returned(capsys):
     assert capsys.readouterr().out == "no jaxmp call in this program\n"
 
 
-def test_the_workspace_of_16_bit_products_is_named(rng):
-    mesh = cases.BY_NAME["rs"].jax_mesh(AxisType.Auto)
-
-    def program(a, b):
-        return jaxmp.matmul(a, b, in_shardings=(P(None, "y"), P("y", None)), out_sharding=P("y", None), mesh=mesh)
-
-    widths = {}
-    for dtype in ("float32", "bfloat16", "float16"):
-        (row,) = jaxmp.explain(program)(abstract((256, 256), dtype), abstract((256, 256), dtype)).rows
-        widths[dtype] = row.bytes_moved
-    assert widths["bfloat16"] == widths["float16"] == widths["float32"] / 2
+def test_operands_move_in_their_own_type(mesh_of):
+    shardings = {"in_shardings": (P(None, "y"), P("y", None)), "out_sharding": P("y", None)}
+    program = functools.partial(jaxmp.matmul, mesh=mesh_of({"y": 2}, AxisType.Auto), **shardings)
+    for dtype, width in (("float32", 4), ("bfloat16", 2), ("float16", 2)):
+        (row,) = jaxmp.explain(program)(*[abstract((256, 256), dtype)] * 2).rows
+        assert row.bytes_moved == (256 * 256 // 2 + 256 * 256 // 4) * width
 
 
 def test_symbolic_extents_are_multiplied_by_xla(mesh_of):

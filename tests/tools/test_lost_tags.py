@@ -5,12 +5,12 @@ A step whose weight has lost its tag computes the right values, and communicates
 
 import functools
 
+import cases
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import require_devices
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, reshard
+from jax.sharding import AxisType, reshard
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
@@ -19,19 +19,11 @@ SPECS = {"up": P(None, "model"), "down": P("model", None)}
 MODEL = [("all-reduce", "model")]  # the second layer's own sum
 
 
-@pytest.fixture(params=["explicit", "automatic"])
-def arrays(request):
+@pytest.fixture(params=[AxisType.Explicit, AxisType.Auto], ids=["explicit", "automatic"])
+def arrays(request, mesh_of):
     """Returns a function that makes the type of an array on a mesh of data and model."""
-    require_devices(4)
-    kind = AxisType.Explicit if request.param == "explicit" else AxisType.Auto
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
-    with jax.set_mesh(mesh):
-        yield lambda shape, spec: jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec))
-
-
-def operands(arrays):
-    w = {"up": arrays((16, 32), SPECS["up"]), "down": arrays((32, 16), SPECS["down"])}
-    return w, arrays((4, 8, 16), P(None, "data", None))
+    with jax.set_mesh(mesh := mesh_of({"data": 2, "model": 2}, request.param)):
+        yield functools.partial(cases.typed, mesh)
 
 
 def loss(module, w, x, **options):
@@ -44,7 +36,7 @@ def accumulated(module, w, xs, zeros, **options):
         value, gradient = jax.value_and_grad(functools.partial(loss, module, **options))(w, x)
         return jax.tree.map(jnp.add, total, gradient), value
 
-    return lax.scan(step, zeros, xs)  # the loop
+    return lax.scan(step, zeros, xs)
 
 
 def untagged(module, w, xs, **options):
@@ -60,23 +52,23 @@ def tagged(module, w, xs, **options):
     return {name: reshard(x, SPECS[name]) for name, x in terms.items()}, values
 
 
-def line_of(text):
-    with open(__file__) as file:
-        return f"test_lost_tags.py:{next(i for i, line in enumerate(file, 1) if text in line)}"
-
-
 @pytest.mark.parametrize("module", [jnp, jaxmp], ids=["jnp", "jaxmp"])
 def test_a_sum_in_a_loop_names_the_weight_and_the_loop(arrays, module):
-    w, xs = operands(arrays)
+    w = {"up": arrays((16, 32), *SPECS["up"]), "down": arrays((32, 16), *SPECS["down"])}
+    xs = arrays((4, 8, 16), None, "data", None)
     is_explicit = jax.sharding.get_abstract_mesh().axis_types[0] == AxisType.Explicit
     options = {"out_sharding": P("data", None)} if is_explicit else {}
     program = functools.partial(untagged, module, **options)
     rows = jaxmp.explain(program, compiled=True, quiet=True)(w, xs).collectives
-    found = {row.remedy for row in rows if row.axes == ("data",) and not row.shape.endswith("[]")}
+    of_data = [row for row in rows if row.axes == ("data",) and not row.shape.endswith("[]")]
+    assert {row.cause_kind for row in of_data} == {"gradient" if module is jnp else "jaxmp"}
+    found = {row.remedy for row in of_data}
     assert len(found) == 2
     for name in w:
         (remedy,) = (each for each in found if each.startswith(f"tag w['{name}'] reduced over data"))
-        assert remedy.endswith(f"sum once after the loop in {line_of('# the loop')}")
+        assert remedy.endswith(
+            f"sum once after the loop in test_lost_tags.py:{accumulated.__code__.co_firstlineno + 5}"
+        )
     assert not any("tag" in row.remedy for row in rows if row.axes == ("model",))
     with pytest.raises(AssertionError, match=r"(?s)collectives in a loop.*all-reduce .* data .* 4\n.*tag"):
         jaxmp.assert_no_collectives(program, inside="loop", allowed=MODEL)(w, xs)
@@ -114,7 +106,7 @@ def with_norms(w, xs):
 
 @pytest.mark.parametrize("program", [of_layers, of_shards, with_updates, with_norms])
 def test_only_sums_that_can_wait_are_named(arrays, program):
-    w, xs = arrays((3, 16, 16), P()), arrays((4, 8, 16), P(None, "data", None))
+    w, xs = arrays((3, 16, 16)), arrays((4, 8, 16), None, "data", None)
     remedies = [row.remedy for row in jaxmp.explain(program, compiled=True, quiet=True)(w, xs).collectives]
     can_wait = program in (of_layers, of_shards)
     tags = [each.split(" (")[0] for each in remedies if each.startswith("tag")]

@@ -1,14 +1,10 @@
-"""Explains why a call of jaxmp moves data, from the shardings of its operands and its result.
-
-A site, (computation, instruction, numbers), is a call and the numbers of its operands a and b.
-"""
+"""Explains why a call of jaxmp moves data, from the shardings of its operands and its result."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jaxmp._src.tools.explain.hlo import Computation, Instruction
 from jaxmp._src.tools.explain.loops import multiplies, summed_once
@@ -22,8 +18,6 @@ Site = tuple[Computation, Instruction, tuple[int, int]]
 _PATTERNS = "give operands and result shardings of one pattern (docs/matmul.md), so that the call moves data while "
 _PATTERNS += "it multiplies"
 
-_SAME_READS = "needed where every device uses the result; if the result is sharded, the call reads as much"
-
 
 def moving_calls(rows: Sequence[Row], origins: Origins, *implementations: str) -> Iterator[tuple[Row, Cause]]:
     """Yields (row, cause) of each product by one of these `implementations` that reads data of other devices. If the
@@ -31,8 +25,8 @@ def moving_calls(rows: Sequence[Row], origins: Origins, *implementations: str) -
     sites = list(_sites(origins))
     for row in rows:
         if row.extents and row.bytes_moved and row.implementation in implementations:
-            site = next((site for site in sites if _is_of(origins, site, row)), None)
-            sites.remove(site) if site is not None else None
+            site = _of_row(origins, sites, row)
+            sites = [each for each in sites if each is not site]
             yield row, _cause(row, origins, site)
 
 
@@ -45,66 +39,61 @@ def cause_in_call(rows: Sequence[Row], origins: Origins, found: Cause, kind: str
     of_line = [row for row in rows if row.line and row.line == found.line.rpartition(" -> ")[2]]
     if row := next((row for row in of_line if row.operation == name), None):
         return found._replace(text=f"{found.text}: {row.why}", remedy=_PATTERNS)
-    row = next((row for row in of_line if row.pattern == name), None)
-    site = next((site for site in _sites(origins) if row is not None and _is_of(origins, site, row)), None)
-    why = _cause(row, origins, site) if row is not None else found
-    return why._replace(line=found.line)
-
-
-def axes_of(row: Row) -> tuple[str, ...]:
-    return (*re.findall(r"'([^']+)'", row.groups),)
+    if row := next((row for row in of_line if row.pattern == name), None):
+        return _cause(row, origins, _of_row(origins, _sites(origins), row))._replace(line=found.line)
+    return found
 
 
 def _sites(origins: Origins) -> Iterator[Site]:
     """Yields the products of jaxmp in the program before XLA's partitioner, as sites with operands 0 and 1 as a and b;
     nothing if no partitioner ran. A call with several results has several products, so it is yielded once for every two
     of its operands."""
-    for computation in origins.program.whole.computations.values() if origins.program.whole else ():
-        for each in computation.instructions.values():
-            if is_call(each) and multiplies(each):
-                numbers = range(len(each.operands) if len(each.shapes) > 1 else min(2, len(each.operands)))
-                yield from ((computation, each, pair) for pair in itertools.combinations(numbers, 2))
+    for computation, each in origins.program.places():
+        if is_call(each) and multiplies(each):
+            numbers = range(len(each.operands) if len(each.shapes) > 1 else min(2, len(each.operands)))
+            yield from ((computation, each, pair) for pair in itertools.combinations(numbers, 2))
 
 
-def _is_of(origins: Origins, site: Site, row: Row) -> bool:
-    assert origins.program.whole is not None
+def _of_row(origins: Origins, sites: Iterable[Site], row: Row) -> Site | None:
+    """Returns the first site of the row's line with operands of the row's sizes, or None."""
     m, k, n = row.extents
-    dims = (origins.whole_operand(*site[:2], i) for i in site[2])
-    sizes = sorted(math.prod(each.extents) for each in dims)
-    return origins.program.whole.innermost(site[1]) == row.line and sizes == sorted((m * k, k * n))
+    for site in sites:
+        sizes = [math.prod(origins.whole_operand(*site[:2], i).extents) for i in site[2]]
+        if origins.whole.innermost(site[1]) == row.line and sorted(sizes) == sorted((m * k, k * n)):
+            return site
+    return None
 
 
 def _cause(row: Row, origins: Origins, site: Site | None) -> Cause:
-    """Returns the cause, "jaxmp", of what the call of `row` reads, in words that depend on its pattern; other patterns
-    than all_reduce, reduce_scatter, all_gather and grid have the row's `why`, and no remedy. Names the operands of
-    `site` unless it is None. For an all_reduce of a gradient, adds what `summed_once` says."""
-    values = Values(origins, axes_of(row))
+    """Returns the cause, "jaxmp", of what the call of `row` reads, in words for its pattern; the row's `why`, and no
+    remedy, for patterns without words. Names the operands of `site` unless it is None. For an all_reduce of a gradient,
+    adds what `summed_once` says."""
+    values = Values(origins, row.axes)
     over = values.over
-    pair = [origins.whole_operand(*site[:2], i) for i in site[2]] if site else []
-    dims = [each for operand in pair for each in values.all(operand)]
+    operands = [origins.whole_operand(*site[:2], i) for i in site[2]] if site else []
+    dims = [each for operand in operands for each in values.all(operand)]
     is_gradient = site is not None and "transpose(" in site[1].op_name
-    sums = f"{'the gradient of ' * is_gradient}this product sums {values.which(dims)}"
-    have = f": {values.describe(dims)}" * bool(dims)
+    sums = f"{'the gradient of ' * is_gradient}this product sums {values.which(dims)}, and its result is"
+    have = f"sharded over {over}" + f" ({values.describe(dims)})" * bool(dims)
     # If devices read operands of other devices instead, as on CPUs of one process, partial sums do not move.
     reads = row.implementation == "host" or row.determinism != "run_to_run"
     adds = "each device reads what it needs of the others' operands" if reads else "the call adds the partial sums"
     less = "each device reads less of the operands" if reads else "a reduce-scatter moves half"
     remedy = f"{'needed, or ' * is_gradient}let out_sharding shard the result over {over}: {less}"
+    if row.implementation == "host":
+        remedy = "needed where every device uses the result; if the result is sharded, the call reads as much"
     text, remedy = {
-        "all_reduce": (
-            f"{sums}, and its result is whole over {over}: {adds}, and every device gets all sums",
-            _SAME_READS if row.implementation == "host" else remedy,
-        ),
+        "all_reduce": (f"{sums} whole over {over}: {adds}, and every device gets all sums", remedy),
         "reduce_scatter": (
-            f"{sums}, and its result is sharded over {over}: {adds}, and every device gets its part of the sums",
+            f"{sums} sharded over {over}: {adds}, and every device gets its part of the sums",
             f"{values.leave_whole(dims)}; where the sum is needed, so is this",
         ),
         "all_gather": (
-            f"both operands are sharded over {over} along dimensions of the result{have}; the call gathers one",
+            f"both operands are {have}, along dimensions of the result; the call gathers one",
             "the result can keep one of the two: leave the other whole, or shard it over another axis",
         ),
         "grid": (
-            f"the operands are sharded over {over} along different dimensions{have}; the call gathers them",
+            f"the operands are {have}, along different dimensions; the call gathers them",
             "shard what the product sums in both operands; needed for weights that are sharded to save memory (FSDP)",
         ),
     }.get(row.pattern, (row.why, ""))

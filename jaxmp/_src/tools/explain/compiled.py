@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 import tempfile
@@ -19,8 +18,7 @@ from jaxmp._src.platform.hardware.hardware import Hardware
 from jaxmp._src.platform.jax_internals import jax_compiled
 from jaxmp._src.platform.runtime import native
 from jaxmp._src.platform.runtime.text import aligned, as_html, short_type
-from jaxmp._src.tools.explain import hlo
-from jaxmp._src.tools.explain.calls import axes_of, cause_in_call, moving_calls
+from jaxmp._src.tools.explain.calls import cause_in_call, moving_calls
 from jaxmp._src.tools.explain.causes import cause
 from jaxmp._src.tools.explain.hlo import COLLECTIVES, Computation, Instruction, Module
 from jaxmp._src.tools.explain.memory import Memory, memory_notes, memory_of, shape_of, size_of
@@ -48,7 +46,6 @@ class Operation:
         or "unplaced".
       flops: floating-point operations of a product each time; traffic: bytes of its operands and its result.
       round: a name shared by collectives that do not depend on each other, so that one collective could do all of them.
-      independent: lines of products that could run at the same time, because neither depends on the other.
       is_hidden: XLA has put other work between its start and its end, or it is in a call that multiplies meanwhile.
       across: lines of jaxmp's calls between devices that XLA starts between its start and its end.
     """
@@ -65,7 +62,6 @@ class Operation:
     flops: int = 0
     traffic: int = 0
     round: str = ""
-    independent: tuple[str, ...] = ()
     is_hidden: bool = False
     across: tuple[str, ...] = ()
 
@@ -194,9 +190,9 @@ def compiled_explanation(compiled: Any, program: Program, calls: Explanation) ->
     rows = list(_rows(origins, left, calls.rows))
     shared = ("host+xla",) if len(native.shared_processes) == jax.process_count() else ()  # XLA has no collective then
     for row, why in moving_calls(calls.rows, origins, "host", "cublasmp", *shared):
-        extents = ",".join(map(str, row.local_shapes[2]))
-        shape = f"{short_type(row.dtypes.rpartition(' -> ')[2].partition(',')[0])}[{extents}]"
-        what = (f"jaxmp {row.pattern.replace('_', '-')}", why.line, axes_of(row), row.bytes_moved, row.count, shape)
+        dtype = short_type(row.dtypes.rpartition(" -> ")[2].partition(",")[0])
+        shape = f"{dtype}[{','.join(map(str, row.local_shapes[2]))}]"
+        what = (f"jaxmp {row.pattern.replace('_', '-')}", why.line, row.axes, row.bytes_moved, row.count, shape)
         rows.append(Operation(*what, why.text, why.remedy, why.kind, is_hidden=row.implementation not in shared))
     return CompiledExplanation(tuple(rows), calls, memory_of(compiled, program.compiled), calls.hardware)
 
@@ -225,17 +221,15 @@ def _rows(origins: Origins, left: Mapping[str, str], calls: Sequence[Row]) -> It
     program, module = origins.program, origins.program.compiled
     size = math.prod(program.mesh.values())
     for computation, count in module.executed():
-        independent = _Independent(module, computation)
+        rounds = _rounds(computation)
         for each in computation.instructions.values():
             if each.kind in COLLECTIVES:
-                products, in_flight = independent.products(each), independent.in_flight(each)
-                axes = program.axes(each)
+                name, in_flight = f"{computation.name} {rounds[each.name]}", _in_flight(module, computation, each)
                 for i, (shape, nbytes) in enumerate(_moved(each, computation, size)):
                     why = cause(origins, computation, each, i)
                     why = cause_in_call(calls, origins, why, each.kind) if why.kind == "jaxmp" else why
-                    what = (each.kind, why.line, axes, nbytes, count, shape)
-                    words = (why.text, why.remedy, why.kind)
-                    yield Operation(*what, *words, 0, 0, independent.round(each), products, *in_flight)
+                    what = (each.kind, why.line, program.axes(each), nbytes, count, shape)
+                    yield Operation(*what, why.text, why.remedy, why.kind, 0, 0, name, *in_flight)
             elif each.is_product:
                 what = ("dot", module.line(each), (), 0, count, shape_of(each.results))
                 traffic = each.held + sum(operand.nbytes for operand in computation.operands(each))
@@ -264,66 +258,28 @@ def _flops(computation: Computation, dot: Instruction) -> int:
     return 2 * k * math.prod(dot.shapes[0][1]) * (4 if kind.startswith("c") else 1)
 
 
-class _Independent:
-    """For the collectives of a computation: the products that neither depend on them nor they on the products,
-    collectives of the same `round`, and what runs between start and end."""
-
-    def __init__(self, module: Module, computation: Computation) -> None:
-        self._computation, self._order = computation, list(computation.instructions.values())
-        self._place = {each.name: i for i, each in enumerate(self._order)}
-        products = [i for i, each in enumerate(self._order) if _multiplies(module, each)]
-        self._bits = {i: 1 << bit for bit, i in enumerate(products)}
-        self._line, self._lines = module.line, [module.line(self._order[i]) for i in products]
-
-    @functools.cached_property
-    def _related(self) -> list[int]:
-        """For each instruction, bits of the products that it depends on or that depend on it."""
-        needs, serves = ([self._bits.get(i, 0) for i in range(len(self._order))] for _ in range(2))
-        operands = [[self._place[name] for name in each.operands] for each in self._order]
-        for i, found in enumerate(operands):
-            for operand in found:
-                needs[i] |= needs[operand]
-        for i, found in reversed([*enumerate(operands)]):
-            for operand in found:
-                serves[operand] |= serves[i]
-        return [a | b for a, b in zip(needs, serves, strict=True)]
-
-    @functools.cached_property
-    def _chains(self) -> list[int]:
-        """For each instruction, the length of the longest chain of dependent collectives that starts there."""
-        found = [0] * len(self._order)
-        for i, each in reversed([*enumerate(self._order)]):
-            found[i] += each.kind in COLLECTIVES
-            for name in each.operands:
-                found[self._place[name]] = max(found[self._place[name]], found[i])
-        return found
-
-    def round(self, collective: Instruction) -> str:
-        return f"{self._computation.name} {self._chains[self._place[collective.name]]}"
-
-    def products(self, collective: Instruction) -> tuple[str, ...]:
-        related = self._related[self._place[collective.name]]
-        lines = [line for bit, line in enumerate(self._lines) if not related >> bit & 1]
-        return tuple(dict.fromkeys(filter(None, lines)))
-
-    def in_flight(self, collective: Instruction) -> tuple[bool, tuple[str, ...]]:
-        """Returns (True if work is between its start and end, the lines of jaxmp's calls between devices there);
-        (False, ()) for a collective that is not asynchronous."""
-        if not collective.opcode.endswith("-start"):
-            return False, ()
-        at = self._place[collective.name]
-        end = next((self._place[u.name] for u in self._computation.users[collective.name] if "-done" in u.opcode), at)
-        between, work = self._order[at + 1 : end], ("fusion", "dot", "custom-call", "convolution", "while")
-        calls = [x for x in between if x.attribute("custom_call_target") == '"jaxmp_matmul"']
-        lines = [self._line(x) or "?" for x in calls if 'pattern = "local"' not in x.attributes]
-        return any(each.opcode in work for each in between), tuple(dict.fromkeys(lines))
+def _rounds(computation: Computation) -> dict[str, int]:
+    """Returns the length of the longest chain of dependent collectives that starts at each instruction, by its name."""
+    found = dict.fromkeys(computation.instructions, 0)
+    for each in reversed([*computation.instructions.values()]):
+        found[each.name] += each.kind in COLLECTIVES
+        for name in each.operands:
+            found[name] = max(found[name], found[each.name])
+    return found
 
 
-def _multiplies(module: Module, each: Instruction) -> bool:
-    """True if an instruction is a product, a fusion with a product, or a call of jaxmp."""
-    if each.opcode == "fusion":
-        return any(module.computations[name].multiplies for name, _ in hlo.called_by(each))
-    return each.is_product or (each.opcode == "custom-call" and "jaxmp" in each.attribute("custom_call_target"))
+def _in_flight(module: Module, computation: Computation, collective: Instruction) -> tuple[bool, tuple[str, ...]]:
+    """Returns (True if work is between its start and end, the lines of jaxmp's calls between devices there); (False,
+    ()) for a collective that is not asynchronous."""
+    ends = [user for user in computation.users[collective.name] if user.opcode.endswith("-done")]
+    if not collective.opcode.endswith("-start") or not ends:
+        return False, ()
+    order = [*computation.instructions.values()]
+    between = order[order.index(collective) + 1 : order.index(ends[0])]
+    calls = [x for x in between if x.attribute("custom_call_target") == '"jaxmp_matmul"']
+    lines = [module.line(x) or "?" for x in calls if 'pattern = "local"' not in x.attributes]
+    work = ("fusion", "dot", "custom-call", "convolution", "while")
+    return any(each.opcode in work for each in between), tuple(dict.fromkeys(lines))
 
 
 # Words ---------------------------------------------------------------------------------------------------------
@@ -341,9 +297,9 @@ def _merged(rows: Sequence[Operation]) -> list[Operation]:
     merged = []
     for found in groups.values():
         largest, *_ = found = sorted(found, key=_total, reverse=True)
+        cause, remedy = (_joined([getattr(row, name) for row in found]) for name in ("cause", "remedy"))
         count = None if None in (counts := [row.count for row in found]) else sum(counts)  # type: ignore[arg-type]
         shape = largest.shape + ", ..." * any(row.shape != largest.shape for row in found)
-        cause, remedy = (_joined([getattr(row, name) for row in found]) for name in ("cause", "remedy"))
         nbytes = sum(map(_total, found))
         merged.append(dataclasses.replace(largest, count=count, shape=shape, cause=cause, remedy=remedy, nbytes=nbytes))
     return merged
@@ -377,8 +333,8 @@ def _cells(row: Operation) -> list[str]:
 
 
 def _words(row: Operation, remedies: set[str]) -> Iterable[str]:
-    """Yields the lines below a row: its cause, its remedies except `remedies`, which rows above have shown, calls in
-    flight, and products that could hide it. Adds the row's remedies to `remedies`."""
+    """Yields the lines below a row: its cause, its remedies except `remedies`, which rows above have shown, and calls
+    in flight. Adds the row's remedies to `remedies`."""
     for text in row.cause.splitlines():
         yield f"{text}{'; hidden behind other work' * row.is_hidden}"
     for text in row.remedy.splitlines():
@@ -387,9 +343,6 @@ def _words(row: Operation, remedies: set[str]) -> Iterable[str]:
             yield text if row.is_needed else f"remedy: {text}"
     if row.across:
         yield f"in flight across jaxmp's call of {', '.join(row.across)}: both wait for other devices"
-    if row.independent and not row.is_hidden:
-        lines = ", ".join(row.independent[:3]) + ", ..." * (len(row.independent) > 3)
-        yield f"could run behind the product{'s' * (len(row.independent) > 1)} of {lines}"
 
 
 def _total(row: Operation) -> int:

@@ -120,36 +120,22 @@ def assert_no_collectives(
     check_function("assert_no_collectives", fn)
     explained = _Explained(fn, True, None, True)
 
+    def is_wrong(row: Operation) -> bool:
+        kind, is_repeated = row.kind.removeprefix("jaxmp "), row.count != 1 and not row.shape.endswith("[]")
+        is_allowed = kind in allowed or (len(row.axes) == 1 and (kind, *row.axes) in allowed)
+        return (is_repeated if inside else row.kind in COLLECTIVES) and not is_allowed
+
     @functools.wraps(fn, updated=())
     def checked(*args: Any, **kwargs: Any) -> CompiledExplanation:
         explanation = explained(*args, **kwargs)
         assert isinstance(explanation, CompiledExplanation)
-        _check_allowed(explanation, allowed, inside)
+        if rows := tuple(filter(is_wrong, explanation.collectives)):
+            found = dataclasses.replace(explanation, rows=rows, calls=Explanation(()), memory=None)
+            what = f"the compiled program has collectives{' in a loop' * bool(inside)}"
+            raise AssertionError(f"assert_no_collectives: {what}\n{found}")
         return explanation
 
     return checked
-
-
-def _check_allowed(
-    explanation: CompiledExplanation, allowed: Collection[str | tuple[str, str]], inside: str | None
-) -> None:
-    """Raises AssertionError with the table of the collectives that are not allowed, if there are any. With `inside` it
-    checks only rows that a loop repeats, except scalars, but also calls of jaxmp."""
-    every = (row for row in explanation.collectives if (_is_repeated(row) if inside else row.kind in COLLECTIVES))
-    if rows := tuple(row for row in every if not _is_allowed(row, allowed)):
-        found = dataclasses.replace(explanation, rows=rows, calls=Explanation(()), memory=None)
-        what = f"the compiled program has collectives{' in a loop' * bool(inside)}"
-        raise AssertionError(f"assert_no_collectives: {what}\n{found}")
-
-
-def _is_repeated(row: Operation) -> bool:
-    """True if a loop runs `row` several or an unknown number of times, for more than a scalar."""
-    return row.count != 1 and not row.shape.endswith("[]")
-
-
-def _is_allowed(row: Operation, allowed: Collection[str | tuple[str, str]]) -> bool:
-    kind = row.kind.removeprefix("jaxmp ")
-    return kind in allowed or any(set(row.axes) == {axis} and (kind, axis) in allowed for axis in row.axes)
 
 
 class _Explained:

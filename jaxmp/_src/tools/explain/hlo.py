@@ -29,7 +29,6 @@ _HEAD = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _BRACKET = re.compile(r'\\.|["(){}\[\]]')
 _OPERAND = re.compile(r"%([\w.\-]+)(?:#(\d+))?")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 
 @dataclasses.dataclass(eq=False)  # frozen ones take three times as long to create, and programs have 10,000s
@@ -190,7 +189,7 @@ class Module:
     """A program of XLA from its text, parsed lazily."""
 
     def __init__(self, text: str) -> None:
-        self.entry, self._text = "", text
+        self.entry = ""
         header, *bodies = re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \(.*\{\n)", text)
         self.computations: dict[str, Computation] = {}
         for body in bodies:
@@ -205,15 +204,18 @@ class Module:
         # True if XLA chooses the shardings of results.
         self.chooses_results = "allow_spmd_sharding_propagation_to_output={true" in header
 
+    def places(self) -> Iterator[tuple[Computation, Instruction]]:
+        """Yields every instruction with its computation."""
+        for computation in self.computations.values():
+            yield from ((computation, each) for each in computation.instructions.values())
+
     def line(self, of: Instruction) -> str:
         """Returns the user's line of an instruction (`innermost`), or "" if it is unknown; after "caller -> " if
-        several lines call its function, or if the function only asks for a sharding. "train.py:41 -> norm:12" is line
-        12 in a function norm of the same file. A line in another file has the file's name."""
+        several lines call its function. "train.py:41 -> norm:12" is line 12 in a function norm of the same file. A line
+        in another file has the file's name."""
         inner, stack = self.innermost(of), self._stack(of)
-        pairs = [(a, b, self._callers.get(a, ())) for a, b in itertools.pairwise(stack)]
-        above = (b for a, b, _ in pairs if self._only_constrains(a) and not self._only_constrains(b))
-        several = (b for _, b, lines in pairs if len(lines) > 1 and b in lines)
-        caller = next(itertools.chain(above, several), None)
+        callers = ((b, self._callers.get(a, ())) for a, b in itertools.pairwise(stack))
+        caller = next((b for b, lines in callers if len(lines) > 1 and b in lines), None)
         if caller is None or (outer := source_lines.line_name(*caller[:2])) == inner:
             return inner
         file, line, function = stack[0]
@@ -223,17 +225,6 @@ class Module:
     def innermost(self, of: Instruction) -> str:
         """Returns the innermost line outside libraries of layers, "train.py:41", or ""."""
         return next((source_lines.line_name(*frame[:2]) for frame in self._stack(of)), "")
-
-    def _only_constrains(self, frame: Frame) -> bool:
-        """True if the frame's function only asks for a sharding. Most trainers have such a function."""
-        return _function(frame) not in self._working
-
-    @functools.cached_property
-    def _working(self) -> set[tuple[Any, ...]]:
-        """The functions that do more than ask for a sharding."""
-        named = set(re.findall(r'op_name="[^"]*/(\w+)"[^}]*stack_frame_id=(\d+)', self._text))
-        frames = {int(frame) for name, frame in named if name not in ("sharding_constraint", "reshard")}
-        return {_function(frame) for each in frames for frame in self._stacks.get(each, ())}
 
     def _stack(self, of: Instruction) -> Sequence[Frame]:
         if old := re.search(r'source_file="([^"]*)" source_line=(\d+)', of.attributes):
@@ -254,11 +245,6 @@ class Module:
                 yield from self.executed(called, None if None in (count, times) else count * times)  # type: ignore[operator]
 
 
-def _function(frame: Frame) -> tuple[Any, ...]:
-    """Returns a key of a function: its file and name, or for a lambda its file and line."""
-    return frame[:2] if "<lambda>" in frame.function else frame[::2]
-
-
 def called_by(instruction: Instruction) -> list[tuple[str, int | None]]:
     """Returns (name of a computation, how often) for each that an instruction runs as a whole, not element by element:
     a loop's body (None if its count is unknown), branches, calls and fusions."""
@@ -276,12 +262,8 @@ def called_by(instruction: Instruction) -> list[tuple[str, int | None]]:
 
 
 def _bytes_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> int:
-    return sum(math.ceil(math.prod(extents) * _bits(kind) / 8) for kind, extents in shapes)
-
-
-def _bits(kind: str) -> int:
-    digits = re.match(r"[a-z]+(\d+)", kind)
-    return _BITS[kind] if kind in _BITS else int(digits[1]) if digits else 0
+    bits = [(extents, re.match(r"pred|[a-z]+(\d+)", kind)) for kind, extents in shapes]  # a token has no match
+    return sum(math.ceil(math.prod(extents) * int(found[1] or 8) / 8) for extents, found in bits if found)
 
 
 def _frames(header: str) -> tuple[dict[int, Sequence[Frame]], dict[Frame, set[Frame]]]:

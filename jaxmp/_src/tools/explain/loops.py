@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from jaxmp._src.tools.explain.hlo import MOVES, Instruction
-from jaxmp._src.tools.explain.origins import SLICE_OF_SCAN, Dim, is_backward, is_call, value
+from jaxmp._src.tools.explain.origins import OF_SCAN, Dim, is_backward, is_call, value
 from jaxmp._src.tools.explain.partitioned import Place
 from jaxmp._src.tools.explain.search import Cause, chain
 from jaxmp._src.tools.explain.values import Values
@@ -18,10 +18,10 @@ _HOW = "jax.sharding.reshard, or jax.lax.pcast in shard_map; on automatic axes i
 def summed_once(values: Values, sites: Iterable[Place], why: Cause) -> Cause:
     """Returns `why`, the cause of a gradient's sum over `values.axes`; with a note and a remedy if a loop adds up what
     one of `sites` computes. `sites`: what may compute the gradient, in the program before XLA's partitioner."""
-    whole = values.program.whole
-    for site in sites if whole else ():
+    for site in sites:
         loop, passed = _accumulates(values, site)
-        if whole and loop:
+        if loop:
+            whole = values.origins.whole
             at, name = whole.line(loop), _weight(values, whole.innermost(site[1]), passed)
             after = "after the loop" + f" in {at}" * bool(at)
             return why._replace(
@@ -70,26 +70,17 @@ def _is_carry(at: Dim) -> bool:
 def _weight(values: Values, line: str, gradient: Iterable[Dim]) -> str:
     """Names the operand that a gradient belongs to: of a product of this line, with the gradient's extents, and not
     sharded over the axes; else "the weight"."""
-    whole, extents = values.program.whole, {tuple(sorted(at.extents)) for at in gradient}
-    assert whole is not None
-    for place in whole.computations.values():
-        for each in place.instructions.values():
-            if multiplies(each) and not is_backward(each) and whole.innermost(each) == line:
-                operands = (values.origins.whole_operand(place, each, i) for i in range(len(each.operands)))
-                of_weight = (at for at in operands if tuple(sorted(at.extents)) in extents and not values.all(at))
-                if found := next(of_weight, None):
-                    return _name(values, found)
+    extents = {tuple(sorted(at.extents)) for at in gradient}
+    for place, each in values.program.places():
+        if multiplies(each) and not is_backward(each) and values.origins.whole.innermost(each) == line:
+            operands = (values.origins.whole_operand(place, each, i) for i in range(len(each.operands)))
+            of_weight = (at for at in operands if tuple(sorted(at.extents)) in extents and not values.all(at))
+            if at := next(of_weight, None):
+                below: Dim | None = at._replace(dim=len(at.extents) - 1)
+                while below and (below.instruction.opcode in MOVES or OF_SCAN.search(below.instruction.op_name)):
+                    at, below = below, next(values.origins.operands(below), None)
+                return values.origins.name(below or at)[0]
     return "the weight"
-
-
-def _name(values: Values, at: Dim) -> str:
-    """Names a value, or the array that a scan slices to get it."""
-    at = at._replace(dim=len(at.extents) - 1)
-    while at.instruction.opcode in MOVES or SLICE_OF_SCAN.search(at.instruction.op_name):
-        if (below := next(values.origins.operands(at), None)) is None:
-            break
-        at = below
-    return values.origins.name(at)[0]
 
 
 def multiplies(each: Instruction) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -47,25 +48,21 @@ def memory_of(compiled: Any, module: Module) -> Memory | None:
     stats = compiled.memory_analysis()
     if stats is None:
         return None
-    live = _largest(module, module.computations[module.entry])
-    buffers = [Buffer(each.held, shape_of(each.results), module.line(each), each.op_name) for each in live]
-    has_gradient = any("transpose(" in each.op_name for each in module.computations[module.entry].instructions.values())
-    saved = sum(
-        each.held
-        for each in live
-        if has_gradient and "/jvp(" in each.op_name and "transpose(" not in each.op_name and each.opcode != "parameter"
-    )
-    given, made, temporary, aliased = (
-        getattr(stats, f"{part}_size_in_bytes") for part in ("argument", "output", "temp", "alias")
-    )
-    peak, largest = given + made + temporary - aliased, sorted(buffers, key=lambda buffer: -buffer.nbytes)[:10]
-    donatable = max(0, _matching(module) - aliased)
-    return Memory(peak, given, made, temporary, aliased, tuple(largest), donatable, saved)
+    entry = module.computations[module.entry]
+    live = sorted(_live_at_peak(entry), key=lambda each: -each.held)
+    largest = [Buffer(each.held, shape_of(each.results), module.line(each), each.op_name) for each in live[:10]]
+    has_gradient = any("transpose(" in each.op_name for each in entry.instructions.values())
+    forward = (each for each in live if "/jvp(" in each.op_name and "transpose(" not in each.op_name)
+    saved = sum(each.held for each in forward if has_gradient and each.opcode != "parameter")
+    given, made = stats.argument_size_in_bytes, stats.output_size_in_bytes
+    temporary, aliased = stats.temp_size_in_bytes, stats.alias_size_in_bytes
+    donatable = max(0, _matching(entry) - aliased)
+    return Memory(given + made + temporary - aliased, given, made, temporary, aliased, tuple(largest), donatable, saved)
 
 
-def _largest(module: Module, computation: Computation) -> list[Instruction]:
-    """Returns all instructions with results that live when the schedule holds the most bytes, not sorted by size.
-    Parameters always live. Constants, and results that share the memory of an operand, are left out."""
+def _live_at_peak(computation: Computation) -> list[Instruction]:
+    """Returns all instructions with results that live when the schedule holds the most bytes. Parameters always live.
+    Constants, and results that share the memory of an operand, are left out."""
     order = list(computation.instructions.values())
     last = {each.name: i for i, each in enumerate(order)}
     alias: dict[str, str] = {}
@@ -76,9 +73,8 @@ def _largest(module: Module, computation: Computation) -> list[Instruction]:
             alias[each.name] = alias.get(each.operands[0], each.operands[0]) if each.operands else each.name
     for name in {computation.root.name, *computation.root.operands}:
         last[alias.get(name, name)] = len(order)
-    last |= {each.name: len(order) for each in order if each.opcode == "parameter"}
     ends: dict[int, list[Instruction]] = {}
-    live: dict[str, Instruction] = {each.name: each for each in order if each.opcode == "parameter"}
+    live = {each.name: each for each in order if each.opcode == "parameter"}
     now = most = sum(each.held for each in live.values())
     found = list(live.values())
     for i, each in enumerate(order):
@@ -94,17 +90,12 @@ def _largest(module: Module, computation: Computation) -> list[Instruction]:
     return found
 
 
-def _matching(module: Module) -> int:
+def _matching(entry: Computation) -> int:
     """Returns the bytes of results that can be paired with an argument of the same type, each argument with one."""
-    entry = module.computations[module.entry]
-    free = [each.type for each in entry.instructions.values() if each.opcode == "parameter"]
     results = entry.operands(entry.root) if entry.root.opcode == "tuple" else [entry.root]
-    total = 0
-    for result in results:
-        if result.type in free:
-            free.remove(result.type)
-            total += result.nbytes
-    return total
+    given = collections.Counter(each.type for each in entry.instructions.values() if each.opcode == "parameter")
+    both, nbytes = given & collections.Counter(each.type for each in results), {x.type: x.nbytes for x in results}
+    return sum(count * nbytes[each] for each, count in both.items())
 
 
 def memory_notes(memory: Memory, hardware: Hardware | None) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from jaxmp._src.tools.explain.hlo import COLLECTIVES, MOVES, Computation, Instruction
-from jaxmp._src.tools.explain.origins import ASKING, value
+from jaxmp._src.tools.explain.origins import ASKING, OWN, value
 
 _OF_MATRICES = {"cholesky", "triangular_solve", "eigh", "svd", "lu", "qr"}
 # Operations that XLA computes whole even if the sharded dimension is not one that they need whole.
@@ -31,15 +31,6 @@ OTHERWISE = {
 NAMED = {"_roll_static": "roll", "_roll_dynamic": "roll", "_pad": "pad"}
 # The functions that a window over a whole dimension computes. JAX turns them into windows.
 _CUMULATIVE = {"reduce_window_sum": "cumsum", "reduce_window_max": "cummax", "reduce_window_min": "cummin"}
-# XLA's operations for primitives that the partitioner also emits on its own.
-_OWN = {
-    "reshape": "reshape",
-    "tile": "reshape",
-    "slice": "slice",
-    "split": "slice",
-    "pad": "pad",
-    "dynamic_slice": "dynamic-slice",
-}
 
 
 def cheaper_way(name: str, place: Computation, each: Instruction) -> str:
@@ -95,4 +86,4 @@ def only_moves(user: Instruction) -> bool:
     if user.primitive in ASKING and user.opcode == "copy":
         return False
     moves = user.opcode in MOVES or user.kind in COLLECTIVES or user.opcode.endswith("-done")
-    return moves and _OWN.get(user.primitive) != user.opcode
+    return moves and (OWN | {"tile": "reshape"}).get(user.primitive) != user.opcode

@@ -25,13 +25,15 @@ ASKING = {
     "call_exported": "{}_shardings of the exported function",
     "jit": "{}_shardings of an inner jax.jit",
 }
-# Changes of shape by the program itself, which are named as results.
-OWN = {"reshape", "slice", "split", "pad", "dynamic_slice"}
-SLICE_OF_SCAN = re.compile(r"while/body/(?:jit\(dynamic_index_in_dim\)/)?dynamic_slice$")
+# Changes of shape by the program itself, with XLA's operations, which the partitioner also emits on its own.
+OWN = {"reshape": "reshape", "slice": "slice", "split": "slice", "pad": "pad", "dynamic_slice": "dynamic-slice"}
+OF_SCAN = re.compile(r"while/body/(?:jit\(dynamic_index_in_dim\)/)?dynamic_slice$")
 # JAX's scopes.
 _OF_JAX = re.compile(
     "while|body|cond|scan|branch_.*|call.*|closed_call|checkpoint|remat.*|custom_.*|shard_map|eval_jaxpr|vmap|jvp"
 )
+# Operations with a tuple as operand and as result, part by part.
+_WHOLE_TUPLES = ("while", "opt-barrier", "optimization-barrier")
 # Operations with dimensions in another order than their operands.
 _MAPPED = {"broadcast", "transpose", "reshape", "dot", "reduce", "convolution", "gather", "scatter"}
 
@@ -49,6 +51,11 @@ class Dim(NamedTuple):
         found = self.instruction.shapes[int(self.part or 0) :]
         return found[0][1] if found else ()
 
+    @property
+    def all(self) -> list[Dim]:
+        """All dimensions of the value."""
+        return [self._replace(dim=i) for i in range(len(self.extents))]
+
 
 class Origins:
     """Finds the origins of shardings in a program before XLA's partitioner."""
@@ -61,10 +68,6 @@ class Origins:
         """Returns the mesh axes that shard a dimension."""
         dims = self.program.dims(*at[:3])
         return dims[at.dim] if at.dim < len(dims) else ()
-
-    def of(self, at: Dim, axis: str) -> tuple[str, ...]:
-        """Returns at most two origins of this axis: producers of the values, or else consumers that ask for it."""
-        return self.producers(at, axis) or self.consumers(at, axis)
 
     def producers(self, start: Dim, axis: str) -> tuple[str, ...]:
         """Returns at most two arguments or constraints, at `start` or before it, that make the axis shard the
@@ -84,35 +87,32 @@ class Origins:
         return self._known[start, axis]
 
     def _own(self, at: Dim, axis: str) -> tuple[str, ...]:
-        """Returns the origin at `at` itself: an argument's name, unless XLA chose its sharding; an instruction that
-        asks for a sharding, with its line (a shard_map only for manual axes); for a loop's carry, origins of its next
-        value; or ()."""
+        """Returns the origin at `at` itself: an argument, unless XLA chose its sharding; an instruction that asks for
+        a sharding, with its line; for a loop's carry, origins of its next value; or ()."""
         each = at.instruction
         if each.opcode == "parameter" and at.computation.name in self.program.callers:
             self._known[at, axis] = ()  # ends the recursion, because the body leads back here
             is_loop = self.program.callers[at.computation.name][1].opcode == "while"
             return self.producers(at._replace(instruction=at.computation.root), axis) if is_loop else ()
-        if each.opcode == "parameter" and each.is_argument and at.computation.name == self._module.entry:
-            is_chosen = any(self._module.chooses_arguments[int(each.parts[0]) :][:1])
+        if each.opcode == "parameter" and each.is_argument and at.computation.name == self.whole.entry:
+            is_chosen = any(self.whole.chooses_arguments[int(each.parts[0]) :][:1])
             return () if is_chosen else (f"dimension {at.dim} of {each.op_name}",)
         # A shard_map asks only for its manual axes.
         users = at.computation.users[each.name] if each.primitive == "shard_map" else []
         manual = "".join(user.sharding.partition("manual")[2] for user in users)
         is_own = f"'{axis}'" in manual or "=" not in manual  # without names: all axes
-        if each.primitive in ASKING and (is_own or not users):
-            line = self._module.line(each)
-            return (asker(at.computation, each) + f" in {line}" * bool(line),)
-        return ()
+        if each.primitive not in ASKING or not is_own:
+            return ()
+        line = self.whole.line(each)
+        return (asker(at.computation, each) + f" in {line}" * bool(line),)
 
-    def consumers(self, start: Dim, axis: str, *, where: bool = False) -> tuple[str, ...]:
+    def consumers(self, start: Dim, axis: str) -> tuple[str, ...]:
         """Follows a value towards the results, to the first place where `axis` has an origin (`met`), and returns the
-        origins there: of another operand's sharding ("dimension 0 of w"), a constraint, or "out_shardings" at a result
-        of the program. () if there is no such place. `where`: appends the place's line to dimensions of arguments
-        ("dimension 0 of w in train.py:9")."""
+        origins there: of another operand's sharding ("dimension 0 of w in train.py:9", with the line of the place), a
+        constraint, or "out_shardings" at a result of the program. () if there is no such place."""
         if (met := self.met(start, axis)) is None:
             return ()
-        line = self.line(*met[:2]) if where else ""
-        names = self.producers(met, axis) or ("out_shardings",)
+        line, names = self.line(*met[:2]), self.producers(met, axis) or ("out_shardings",)
         return tuple(name + f" in {line}" * (bool(line) and name.startswith("dimension")) for name in names)
 
     def met(self, start: Dim, axis: str) -> Dim | None:
@@ -130,18 +130,16 @@ class Origins:
                 if self.producers(user, axis):
                     return user
                 waiting.append(user)
-            if at.computation.name == self._module.entry and at.instruction.is_root and not self._chooses_results:
+            is_result = at.instruction.is_root and at.computation.name == self.whole.entry
+            if is_result and not self.program.compiled.chooses_results:
                 return at
         return None
 
     @property
-    def _module(self) -> hlo.Module:
+    def whole(self) -> hlo.Module:
+        """The program before the partitioner, which has run."""
         assert self.program.whole is not None
         return self.program.whole
-
-    @property
-    def _chooses_results(self) -> bool:
-        return self.program.compiled.chooses_results
 
     # Corresponding dimensions ------------------------------------------------------------------------------------
 
@@ -160,19 +158,14 @@ class Origins:
             return
         if each.opcode in ("conditional", "call"):
             for name, _ in hlo.called_by(each):
-                inner = self._module.computations[name]
+                inner = self.whole.computations[name]
                 yield Dim(inner, inner.root, part, index)
             return
         for number, operand in enumerate(place.operands(each)):
-            inner_part = each.parts[number]
-            if each.opcode == "get-tuple-element":
-                inner_part = each.attribute("index")
-            elif each.opcode == "tuple":
-                if part != str(number):
-                    continue
-            elif each.opcode in ("while", "opt-barrier", "optimization-barrier"):
-                inner_part = part
-            below = Dim(place, operand, inner_part, index)
+            if each.opcode == "tuple" and part != str(number):
+                continue
+            inner_part = each.attribute("index") if each.opcode == "get-tuple-element" else each.parts[number]
+            below = Dim(place, operand, part if each.opcode in _WHOLE_TUPLES else inner_part, index)
             if (found := _same_place(at, below, number)) is not None:
                 yield below._replace(dim=found)
 
@@ -183,10 +176,10 @@ class Origins:
         for user in place.users[each.name]:
             if user.opcode == "tuple":
                 found = [Dim(place, user, str(i), index) for i, name in enumerate(user.operands) if name == each.name]
-            elif user.opcode in ("while", "opt-barrier", "optimization-barrier"):
+            elif user.opcode in _WHOLE_TUPLES:
                 found = [Dim(place, user, part, index)]
             else:
-                found = [Dim(place, user, "", i) for i in range(len(user.shapes[0][1]) if user.shapes else 0)]
+                found = Dim(place, user, "", 0).all
             yield from (above for above in found if at in self.operands(above))
         if each.is_root and place.name in self.program.callers:
             outer, caller = self.program.callers[place.name]
@@ -210,7 +203,7 @@ class Origins:
             top = top if each.op_name == top.instruction.op_name else at  # one JAX operation is several XLA operations
             is_inner = each.opcode == "parameter" and at.computation.name in self.program.callers
             if is_inner and self._changes(at):
-                return f"the loop's carry ({self._module.line(self.program.callers[at.computation.name][1])})", at.dim
+                return f"the loop's carry ({self.whole.line(self.program.callers[at.computation.name][1])})", at.dim
             # JAX transposes the gradient of a product's second operand.
             if each.opcode == "transpose" and is_backward(each) and at.computation.operands(each)[0].opcode == "dot":
                 primitive, below = at.computation.operands(each)[0].primitive, []
@@ -224,11 +217,9 @@ class Origins:
             (at,) = below
         if each.is_argument and each.opcode == "parameter":
             return each.op_name, at.dim
-        line = self.line(at.computation, each)
-        where = ", ".join(["backward"] * is_backward(each) + [line] * bool(line))
-        return f"the result of {function(top.computation, top.instruction, primitive)}" + f" ({where})" * bool(
-            where
-        ), top.dim
+        name = f"the result of {function(top.computation, top.instruction, primitive)}"
+        where = ", ".join(filter(None, ["backward" * is_backward(each), self.line(at.computation, each)]))
+        return name + f" ({where})" * bool(where), top.dim
 
     def whole_operand(self, place: Computation, user: Instruction, number: int) -> Dim:
         """Returns dimension 0 of an operand, before a shard_map takes a device's part of it."""
@@ -239,9 +230,9 @@ class Origins:
 
     def line(self, place: Computation, each: Instruction) -> str:
         """Returns the user's line; for a slice of a scan the loop's line, because JAX traces such slices only once."""
-        if SLICE_OF_SCAN.search(each.op_name) and place.name in self.program.callers:
+        if OF_SCAN.search(each.op_name) and place.name in self.program.callers:
             each = self.program.callers[place.name][1]
-        return self._module.line(each)
+        return self.whole.line(each)
 
     def _changes(self, at: Dim) -> bool:
         """True if `at` is a parameter of a loop's body, and the loop changes its value."""
@@ -291,13 +282,18 @@ def value(computation: Computation, user: Instruction, number: int) -> Dim:
     return Dim(computation, computation.instructions[user.operands[number]], user.parts[number], 0)
 
 
-def summed(computation: Computation, dot: Instruction, side: int) -> list[Dim]:
-    """Returns the dimensions of operand `side` (0 or 1) that a product or convolution sums."""
-    dims = dot.numbers(f"{('lhs', 'rhs')[side]}_contracting_dims")
-    if dot.opcode == "convolution":
-        labels = re.findall("[a-z0-9]+", dot.attribute("dim_labels"))[side]
+def summed(computation: Computation, each: Instruction, side: int) -> list[Dim]:
+    """Returns the dimensions of operand `side` (0 or 1) that a product or convolution sums. Of operand 0 those that a
+    reduction sums, and all of the updates that a scatter adds; [] for other operations."""
+    dims = each.numbers(f"{('lhs', 'rhs')[side]}_contracting_dims")
+    if each.opcode == "convolution":
+        labels = re.findall("[a-z0-9]+", each.attribute("dim_labels"))[side]
         dims = (*map(labels.index, "fi"[side] + "".join(sorted(filter(str.isdigit, labels)))),)
-    return [value(computation, dot, side)._replace(dim=i) for i in dims]
+    if each.opcode == "reduce" and side == 0:
+        dims = each.numbers("dimensions")
+    if each.opcode == "scatter" and side == 0:
+        return value(computation, each, 2).all
+    return [value(computation, each, side)._replace(dim=i) for i in dims]
 
 
 def _same_place(at: Dim, below: Dim, number: int) -> int | None:

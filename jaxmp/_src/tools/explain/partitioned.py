@@ -1,7 +1,4 @@
-"""Matches the instructions of a program before and after XLA's partitioner.
-
-A `Place` is an instruction with its computation. The part of an operand is its index in a tuple, or "".
-"""
+"""Matches the instructions of a program before and after XLA's partitioner."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from jaxmp._src.core.contraction.contraction import Dims
 from jaxmp._src.tools.explain import hlo
 from jaxmp._src.tools.explain.hlo import COLLECTIVES, MOVES, Computation, Instruction, Module, ints
 
+# An instruction with its computation.
 Place = tuple[Computation, Instruction]
 # An axis, or a part of it, in a sharding or in replica groups.
 _AXIS = r"'([^']*)'(?::\((\d+)\)(\d+))?"
@@ -52,11 +50,9 @@ class Program:
     def _partitioned(self) -> dict[str, list[Place]]:
         """Returns the collectives after the partitioner, by each of their `keys` for operand 0; {} without `parts`."""
         found: dict[str, list[Place]] = {}
-        for computation in self.parts.computations.values() if self.parts else ():
-            for each in computation.instructions.values():
-                if each.kind in COLLECTIVES:
-                    for key in keys(computation, each, 0):
-                        found.setdefault(key, []).append((computation, each))
+        for computation, each in self.parts.places() if self.parts else ():
+            for key in keys(computation, each, 0) if each.kind in COLLECTIVES else ():
+                found.setdefault(key, []).append((computation, each))
         return found
 
     def axes(self, collective: Instruction) -> tuple[str, ...]:
@@ -82,10 +78,6 @@ class Program:
         at = places.get(part.name, 0)
         return found[at:] + found[:at]
 
-    def named(self, part: Instruction) -> list[Place]:
-        """Returns the instructions on whole arrays with the same name and opcode as one after the partitioner."""
-        return self._wholes.get((origin(part), part.opcode), [])
-
     def local(self, computation: Computation, each: Instruction) -> list[tuple[str, tuple[int, ...]]]:
         """Returns [(type, extents)] that an instruction, or the first array of its tuple, has on one device."""
         by = [math.prod(self.mesh[axis] for axis in dim) for dim in self.dims(computation, each, "0")]
@@ -95,8 +87,8 @@ class Program:
         ]
 
     def dims(self, computation: Computation, of: Instruction, part: str = "") -> Dims:
-        """Returns the axes that shard each dimension of a whole array; () if none do, if the sharding is unknown, or
-        for a tuple without `part`."""
+        """Returns the axes that shard each dimension of a whole array, or of this part of a tuple; () if none do, if
+        the sharding is unknown, or for a tuple without `part`."""
         text = of.sharding
         if (text, part) not in self._dims:
             texts = list(split(text)) if text.startswith("{") else [text]  # a tuple
@@ -128,22 +120,20 @@ class Program:
     def callers(self) -> dict[str, Place]:
         """Returns the loop, branch or call that runs each computation, by the computation's name, in the program before
         the partitioner (`whole`); {} without it."""
-        return {
-            name: (computation, each)
-            for computation in (self.whole.computations.values() if self.whole else ())
-            for each in computation.instructions.values()
-            for name, _ in hlo.called_by(each)
-        }
+        return {name: place for place in self.places() for name, _ in hlo.called_by(place[1])}
+
+    def places(self) -> Iterator[Place]:
+        """Yields the instructions of `whole`; nothing without it."""
+        yield from self.whole.places() if self.whole else ()
 
 
 def _by_name(module: Module | None) -> dict[tuple[str, str], list[Place]]:
     """Returns the instructions with a name, by (`origin`, opcode), and by (`origin`, ""); {} without a module."""
     found: dict[tuple[str, str], list[Place]] = {}
-    for computation in module.computations.values() if module else ():
-        for each in computation.instructions.values():
-            if name := origin(each):
-                for opcode in (each.opcode, ""):
-                    found.setdefault((name, opcode), []).append((computation, each))
+    for place in module.places() if module else ():
+        if name := origin(place[1]):
+            for opcode in (place[1].opcode, ""):
+                found.setdefault((name, opcode), []).append(place)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import jax.numpy as jnp
 
@@ -82,6 +83,11 @@ class Row:
     transfers: tuple[Transfer, ...] = ()
     processes: int = 1
     chunks: int = 1
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes of the ranks of a group."""
+        return (*re.findall(r"'([^']+)'", self.groups),)
 
     @property
     def is_call(self) -> bool:

@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 from jaxmp._src.core.contraction import moves
 from jaxmp._src.core.contraction.contraction import Dim
 from jaxmp._src.core.lowering import decide, forms, process_barrier, xla_matmul
+from jaxmp._src.core.lowering.process_barrier import MeshAxes
 from jaxmp._src.core.primitive import bias_grad
 from jaxmp._src.core.primitive.collectives import collective_p, reshard_p
 from jaxmp._src.core.primitive.grouped import GROUPED, GroupedSpec
@@ -48,7 +49,6 @@ _COMMUNICATES = {
     "psum": "sums the cotangents of an operand that is the same on several ranks",
     "all_to_all": "brings all of k to each rank",
     "reduce_scatter": "sums the cotangents of an operand that was gathered before its call",
-    "psum_invariant": "sums the cotangents of an operand that is the same on several ranks",
     "all_gather_invariant": "the shardings ask for it; with the other operand whole, the ranks compute the same",
 }
 # The same by scope, which is more precise.
@@ -101,26 +101,19 @@ def rows_of(
         varying = [jax_compat.varying_axes(v.aval) - gathered.get(id(v), frozenset()) for v in eqn.invars]
         axes = " and ".join(sorted(terms.get(id(eqn.outvars[0]), ())))
         later = [f"the sum over {axes} is deferred (unreduced)"] * bool(axes)
-        if eqn.primitive in MATMULS:
-            spec, (a, b) = eqn.params["spec"], avals[:2]
-            size = math.prod(a.shape[: spec.batch])
+        if eqn.primitive in MATMULS or eqn.primitive is activated_matmul_p:
+            spec, b = eqn.params["spec"], 1 if eqn.primitive in MATMULS else -1
+            times = count * math.prod(avals[0].shape[: spec.batch])
+            row = matmul_row(spec, avals[0], avals[b], here, times, varying=(varying[0], varying[b]), dims=dims)
             is_of_xla = spec.batch and not spec.asked_of_library
-            row = matmul_row(spec, a, b, here, count * size, varying=(varying[0], varying[1]), dims=dims)
-            if not is_of_xla:
-                row = dataclasses.replace(row, why="; ".join([row.why, *later, *reasons.notes_in(names)]))
+            notes = [] if is_of_xla else [*later, *reasons.notes_in(names)]
             is_open = spec.is_unsettled and not is_symbolic(*avals)
-            unsettled = UNSETTLED_BATCH if is_of_xla else UNSETTLED
-            yield dataclasses.replace(row, pattern=unsettled) if is_open else row
-        elif eqn.primitive is activated_matmul_p:
-            differ = varying[0], varying[-1]
-            yield matmul_row(eqn.params["spec"], avals[0], avals[-1], here, count, varying=differ, dims=dims)
+            yield _noted(row, notes, (UNSETTLED_BATCH if is_of_xla else UNSETTLED) if is_open else "")
         elif eqn.primitive in GROUPED:
             spec = eqn.params["spec"]
             row = grouped_row(spec, [*avals, eqn.outvars[0].aval], here, count)
-            row = dataclasses.replace(row, why="; ".join([row.why, *later]))
             why = decide.why_xla(spec.implementation, spec.level, decide.here(), is_global=True)
-            is_open = spec.is_global and not why and not is_symbolic(*avals)
-            yield dataclasses.replace(row, pattern=UNSETTLED) if is_open else row
+            yield _noted(row, later, UNSETTLED if spec.is_global and not why and not is_symbolic(*avals) else "")
         elif _collective_name(eqn) in _COMMUNICATES and (is_ours or _is_own_scope(names)):
             aval: Any = eqn.outvars[0].aval
             constraint = constraints.get(id(eqn.invars[0]))
@@ -128,7 +121,7 @@ def rows_of(
         elif eqn.primitive.name == "dot_general" and any(xla_matmul.SCOPE in name for name in names):
             yield _row_of_xla(eqn, here, count)
         elif eqn.primitive.name in PRODUCTS and any(reasons.SCOPE in name for name in names):
-            yield _row_of_jax(eqn, here, count, reasons.reason_in(names))
+            yield _row_of_xla(eqn, here, count, reasons.reason_in(names))
         else:
             inner = count * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else count
             is_ours_too = is_ours or is_own_jit(eqn)
@@ -147,10 +140,16 @@ def settled_row(one: Settled, line: str, count: int) -> Iterator[Row]:
     if eqn.primitive in GROUPED:
         yield grouped_row(eqn.params["spec"], [*types, eqn.outvars[0].aval], line, count)
     elif eqn.primitive in MATMULS:
-        varying, why = (one.varying[0], one.varying[1]), "chosen by XLA's partitioner (auto axes, no in_shardings)"
-        yield matmul_row(eqn.params["spec"], types[0], types[1], line, count, why=why, varying=varying, dims=one.dims)
+        varying, note = (one.varying[0], one.varying[1]), "chosen by XLA's partitioner (auto axes, no in_shardings)"
+        row = matmul_row(eqn.params["spec"], types[0], types[1], line, count, varying=varying, dims=one.dims)
+        yield _noted(row, [note], "")
     elif _collective_name(eqn) in _COMMUNICATES:
         yield from _communication_row(eqn, line, count, scopes, one.mesh)
+
+
+def _noted(row: Row, notes: Sequence[str], pattern: str) -> Row:
+    """Returns `row` with `notes` after its reason, and with this pattern unless it is ""."""
+    return dataclasses.replace(row, why="; ".join([row.why, *notes]), pattern=pattern or row.pattern)
 
 
 def _is_own_scope(names: tuple[str, ...]) -> bool:
@@ -162,7 +161,8 @@ def _collective_name(eqn: Any) -> str:
     """Returns the name of an equation's primitive; for jaxmp's own the name of the lax collective that it is."""
     if eqn.primitive is reshard_p:
         return "reshard" if eqn.params["is_explicit"] else _CONSTRAINT
-    return str(eqn.params["kind"] if eqn.primitive is collective_p else eqn.primitive.name)
+    name = str(eqn.params["kind"] if eqn.primitive is collective_p else eqn.primitive.name)
+    return "psum" if name == "psum_invariant" else name
 
 
 def _follow_gathers(eqn: Any, gathered: dict[int, frozenset[str]]) -> None:
@@ -187,25 +187,20 @@ def matmul_row(
     line: str = "",
     count: int = 1,
     *,
-    why: str = "",
     varying: tuple[Collection[str], Collection[str]] = ((), ()),
     dims: tuple[Dim, ...] = (),
 ) -> Row:
     """Returns the row of a product of one device's shards, with the types `a` and `b`. In a batch, it is the row of one
     index. `count` is used as it is. `varying`: the axes along which a, and along which b, differs between ranks.
-    `dims`: the dimensions of the enclosing shard_map that several axes shard. `why`: one more reason, added to the
-    row's. A call that XLA has yet to settle counts as local."""
+    `dims`: the dimensions of the enclosing shard_map that several axes shard. A call that XLA has yet to settle counts
+    as local."""
     spec = spec.settled()
     with naming(spec.function + f" at {line}" * bool(line)):
         where = decide.here(spec.group.mesh, spec.group.axes)
         decision = decide.product(spec, a, b, where)
-    algorithm, workspace = decision.facts()
     a, b = of_one_index(spec, a, b)
-    call, reasons = decision.call, [decision.why]
-    if spec.traced:
-        reasons.append(f"{' and '.join(spec.traced)} traced, so scaling, c and epilog follow the call")
-    reasons += [why] if why else []
-    found, group = extents(spec, a.shape, b.shape), spec.group
+    call, found, group = decision.call, extents(spec, a.shape, b.shape), spec.group
+    traced = f"{' and '.join(spec.traced)} traced, so scaling, c and epilog follow the call" if spec.traced else ""
     m, n, k = found.m, found.n, found.k
     out = np.dtype(spec.out_dtype)
     is_complex = np.issubdtype(out, np.complexfloating)
@@ -231,27 +226,33 @@ def matmul_row(
         accumulator=precisions.summed_in(compute, operand).name,
         **spec.level.option,
         epilog=spec.epilog.name,
-        implementation=decision.implementation,
-        why="; ".join(reasons),
-        algorithm=algorithm,
+        **_decided(decision, group.mesh, group.axes, traced),
         flops=2 * m * n * k * (4 if is_complex else 1) * copies,
-        bytes_moved=sum(each.nbytes for each in decision.transfers),
-        workspace=workspace,
         compute=compute,
         comm=comm_options_text(spec),
-        layout=" @ ".join(map(str, spec.distributions[:2])) + f" -> {spec.distributions[2]}"
-        if spec.distributions
-        else "",
+        layout="{} @ {} -> {}".format(*spec.distributions) if spec.distributions else "",
         line=line,
         extents=(whole_m, k, whole_n),
         local_extents=(*a.shape[:: -1 if spec.transpose_a else 1], b.shape[0 if spec.transpose_b else 1]),
         ndevices=group.ngroups * group.nranks,
-        mesh=group.mesh,
         placement=shards.placement(spec, outside, dims),
-        transfers=decision.links,
-        processes=process_barrier.met_processes(group.mesh, group.axes),
         chunks=1 if call is None else forms.chunks_of(call),
     )
+
+
+def _decided(decision: decide.Decision, mesh: MeshAxes, axes: Dim, note: str = "") -> dict[str, Any]:
+    """Returns the fields of a row that a decision about a call over these axes gives. `note`: what its reason adds."""
+    algorithm, workspace = decision.facts()
+    return {
+        "implementation": decision.implementation,
+        "why": f"{decision.why}; {note}" if note else decision.why,
+        "algorithm": algorithm,
+        "workspace": workspace,
+        "bytes_moved": sum(each.nbytes for each in decision.transfers),
+        "transfers": decision.links,
+        "mesh": mesh,
+        "processes": process_barrier.met_processes(mesh, axes),
+    }
 
 
 def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: int = 1) -> Row:
@@ -262,30 +263,26 @@ def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: 
         decision = decide.grouped(spec, avals, decide.here(spec.mesh, spec.experts))
     groups, (_, m, k), n, ndevices = (bounds.shape[1] - 1) // spec.nranks, x.shape, d.shape[-1], shards.mesh_size(x)
     whole, repeats = spec.whole or (groups, m, k, n), 1 if spec.whole or not x.sharding.mesh.manual_axes else ndevices
+    *global_shapes, whole_extents = shards.grouped_sizes(spec, *whole)
+    *local_shapes, local_extents = shards.grouped_sizes(spec, groups, m, k, n)
     return Row(
         operation="ragged_dot",
         count=count,
         pattern="experts" if spec.experts else "split" if spec.whole else "local",
         groups=f"{whole[0]} of rows" + (f", on {spec.nranks} ranks over {spec.experts}" if spec.experts else ""),
-        global_shapes=shards.grouped_shapes(spec, *whole),
-        local_shapes=shards.grouped_shapes(spec, groups, m, k, n),
+        global_shapes=tuple(global_shapes),
+        local_shapes=tuple(local_shapes),
         dtypes=f"{x.dtype.name} x {w.dtype.name} -> {d.dtype.name}",
         accumulator=accumulator(x.dtype).name,
         **spec.level.option,
         epilog="NONE",
-        implementation=decision.implementation,
-        why=decision.why,
-        algorithm=decision.facts()[0],
+        **_decided(decision, spec.mesh, spec.experts),
         flops=2 * math.prod(whole[1:]) * d.shape[0] * (4 if jax.numpy.iscomplexobj(d) else 1) * repeats,
-        bytes_moved=sum(each.nbytes for each in decision.transfers),
         line=line,
-        extents=shards.grouped_extents(spec, *whole[1:]),
-        local_extents=shards.grouped_extents(spec, m, k, n),
+        extents=whole_extents,
+        local_extents=local_extents,
         ndevices=ndevices,
-        mesh=spec.mesh,
         placement=shards.grouped_placement(spec),
-        transfers=decision.links,
-        processes=process_barrier.met_processes(spec.mesh, spec.experts),
     )
 
 
@@ -294,44 +291,35 @@ def _scales(spec: MatmulSpec) -> str:
     return scales if spec.aux_dtype in (None, spec.out_dtype) else f"{scales}, gelu_aux {np.dtype(spec.aux_dtype).name}"
 
 
-def _row_of_xla(eqn: Any, line: str, count: int) -> Row:
-    """Returns the row of a `dot_general` of global arrays that XLA partitions, with the pattern "XLA's"."""
+def _row_of_xla(eqn: Any, line: str, count: int, left: str = "") -> Row:
+    """Returns the row of a `dot_general` of global arrays that XLA partitions, with the pattern "XLA's"; or of a
+    product that `fuse` has left to JAX, for the reason `left`, with the pattern "-"."""
     a, b, d = (v.aval for v in (*eqn.invars[:2], *eqn.outvars))
     (contracted, of_k), (batch, of_batch), groups = dimension_numbers(eqn)
-    k, whole = (math.prod(a.shape[i] for i in contracted)), (tuple(a.shape), tuple(b.shape), tuple(d.shape))
+    k, batches = (math.prod(a.shape[i] for i in dims) for dims in (contracted, batch))
     rows = math.prod(n for i, n in enumerate(a.shape) if i not in contracted and i not in batch)
     cols = math.prod(n for i, n in enumerate(b.shape) if i not in (*of_k, *of_batch, *groups))
-    batches = math.prod(a.shape[i] for i in batch)
+    name = eqn.primitive.name.removesuffix("_wrapper")
+    algorithm = "jax.nn.scaled_matmul" if name == "scaled_matmul" else f"lax.{name}"
+    why = "XLA partitions a product where no call can run on the shards (docs/matmul.md)"
     return Row(
-        operation="matmul",
+        operation=name if left else "matmul",
         count=count,
-        pattern="XLA's",
+        pattern="-" if left else "XLA's",
         groups="",
-        global_shapes=whole,
+        global_shapes=tuple(tuple(x.shape) for x in (a, b, d)),
         local_shapes=tuple(shards.local_shape(x) for x in (a, b, d)),
         dtypes=f"{a.dtype.name} x {b.dtype.name} -> {d.dtype.name}",
         accumulator=d.dtype.name,
         **levels.ANY_ORDER.option,
         epilog="NONE",
         implementation="xla",
-        why="XLA partitions a product where no call can run on the shards (docs/matmul.md)",
-        algorithm="lax.dot_general, and collectives as XLA chooses them",
+        why=f"not fused: {left}" if left else why,
+        algorithm=algorithm if left else f"{algorithm}, and collectives as XLA chooses them",
         flops=2 * rows * k * cols * batches * (4 if jax.numpy.iscomplexobj(d) else 1),
         line=line,
         extents=(rows, k, cols),
         ndevices=max(shards.mesh_size(x) for x in (a, b, d)),
-    )
-
-
-def _row_of_jax(eqn: Any, line: str, count: int, reason: str) -> Row:
-    """Returns the row of a product that `fuse` did not change, with this `reason`."""
-    operation = eqn.primitive.name.removesuffix("_wrapper")
-    return dataclasses.replace(
-        _row_of_xla(eqn, line, count),
-        operation=operation,
-        pattern="-",
-        why=f"not fused: {reason}",
-        algorithm="jax.nn.scaled_matmul" if operation == "scaled_matmul" else f"lax.{operation}",
     )
 
 
@@ -345,10 +333,8 @@ def _communication_row(
     x, name = eqn.invars[0].aval, _collective_name(eqn)
     if name != _CONSTRAINT and AxisType.Auto in eqn.outvars[0].aval.sharding.mesh.axis_types:
         return  # XLA's partitioner decides what moves
+    mesh, algorithm = over.shape, f"lax.{name}"
     local, result = (shards.local_shape(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
-    axes = eqn.params.get("axis_name") or eqn.params.get("axes") or ()
-    axes, mesh = (axes,) if isinstance(axes, str) else axes, over.shape
-    operation, algorithm, p = "all_gather", f"lax.{name}", math.prod(mesh.get(axis, 1) for axis in axes)
     if name in ("reshard", _CONSTRAINT):
         algorithm = "jax.sharding.reshard"
         found = shards.resharding(eqn, constraint)
@@ -363,14 +349,16 @@ def _communication_row(
         if operation == "collective_permute":  # a device that receives anything receives its whole shard
             axes = moves.permuted(before, after, mesh)
             moved = math.prod(local) if axes else 0
-    elif name.startswith("psum") or name == "pmax":
-        operation, moved = "all_reduce", 2 * math.prod(local) * (p - 1) // p
-    elif name == "all_to_all":
-        operation, moved = name, math.prod(local) * (p - 1) // p
-    elif name == "reduce_scatter":
-        operation, moved = name, math.prod(local) - math.prod(result)
     else:
-        moved = math.prod(result) - math.prod(local)
+        axes = eqn.params.get("axis_name") or eqn.params.get("axes") or ()
+        axes = (axes,) if isinstance(axes, str) else axes
+        p, held, made = math.prod(mesh.get(axis, 1) for axis in axes), math.prod(local), math.prod(result)
+        operation, moved = {
+            "psum": ("all_reduce", 2 * held * (p - 1) // p),
+            "pmax": ("all_reduce", 2 * held * (p - 1) // p),
+            "all_to_all": ("all_to_all", held * (p - 1) // p),
+            "reduce_scatter": ("reduce_scatter", held - made),
+        }.get(name, ("all_gather", made - held))
     if moved <= 0:
         return
     is_sum = operation in ("all_reduce", "reduce_scatter")

@@ -1,7 +1,6 @@
-"""Finds the readers of a collective in a compiled program, and the values that they want in another sharding.
+"""Finds the reader of a collective in a compiled program, and the values that it wants in another sharding.
 
-A reader is the first instruction after the collective that does not only move data. An `Edge`, (computation, user,
-number), is the use of operand `number` by the instruction `user`. A `Place` is an instruction with its computation.
+A reader is the first instruction after the collective that does not only move data.
 """
 
 from __future__ import annotations
@@ -29,7 +28,10 @@ class Cause(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Search(Values):
-    """A collective in a computation of `module`, the `axes` of its devices, and the number of the operand it moves."""
+    """A collective in a computation of `module`, the `axes` of its devices, and the number of the operand it moves.
+
+    XLA's partitioner has run, so there is a program before it (`whole`).
+    """
 
     module: Module
     computation: Computation
@@ -44,21 +46,19 @@ class Search(Values):
     def is_entry(self) -> bool:
         return self.computation.name == self.module.entry
 
-    def readers(self) -> Iterator[tuple[Instruction | None, Instruction]]:
-        """Yields (reader of the collective's result, or None if it leaves the computation; the instruction read)."""
-        waiting, seen = [self.collective], {self.collective.name}
-        while waiting:
-            at = waiting.pop(0)
+    def reader(self) -> tuple[Instruction | None, Instruction]:
+        """Returns (reader of the collective's result, or None if that leaves the computation; the instruction read)."""
+        waiting = [self.collective]
+        for at in waiting:
             for user in self.computation.users[at.name]:
                 if user.is_root and user.opcode == "tuple":
-                    yield None, at
-                elif user.name not in seen and only_moves(user):
-                    waiting.append(user)
-                elif user.name not in seen:
-                    yield user, at
-                seen.add(user.name)
+                    return None, at
+                if not only_moves(user):
+                    return user, at
+                waiting += [user] * (user not in waiting)
             if at.is_root:
-                yield None, at
+                return None, at
+        return None, self.collective
 
     def edge(self, reader: Instruction, through: Instruction | None = None) -> Edge | None:
         """Returns the first edge on whole arrays where the reader, or a move before it, wants a value in another
@@ -85,72 +85,52 @@ class Search(Values):
         along = worked_along(*found[:2])
         return [each for each in dims if along is None or each.dim in along]
 
-    def is_along(self, found: Edge) -> bool:
-        """True if `worked` is not empty, and so explains why XLA moves data, or if the axes do not shard operand 0."""
-        return bool(self.worked(found)) or not self.sharded(*found[:2], 0)
-
-    def returned(self, through: Instruction) -> tuple[list[Dim], Dim | None, bool]:
-        """Returns (dimensions that `axes` shard, of the value that the program returns as `through`, before moves;
-        dimension 0 of the program's result; True if value and result are sharded differently). The list is empty if
-        `axes` shard none. ([], None, True) if no partitioner ran. Only for a collective in the entry computation."""
-        if (whole := self.program.whole) is None:
-            return [], None, True
-        place, root = whole.computations[whole.entry], self.computation.root
+    def returned(self, through: Instruction) -> tuple[Dim, Dim]:
+        """Returns (the value that the program returns as `through`, before moves if the axes shard it there; the
+        program's result), both as dimension 0. Only for a collective in the entry computation."""
+        place, root = self.origins.whole.computations[self.origins.whole.entry], self.computation.root
         at = result = Dim(place, place.root, "", 0)
         if place.root.opcode == root.opcode == "tuple" and through.name in root.operands:
             number = root.operands.index(through.name)
             at, result = value(place, place.root, number), result._replace(part=str(number))
-        while not (found := self.all(at)) and at.instruction.opcode in MOVES:
-            if (below := next(self.origins.operands(at), None)) is None:
-                break
+        while not self.all(at) and at.instruction.opcode in MOVES and (below := next(self.origins.operands(at), None)):
             at = below
-        return found, result, self.program.dims(*result[:3]) != self.program.dims(*at[:3])
+        return at, result
 
     def consumer(self, found: Edge) -> Dim | None:
         """Returns a dimension of the constraint or loop that asks for the sharding of the result of the user in
-        `found`; of the user, or of the program's result, if the program's results ask; None if nothing does. The
-        dimension is 0 if `axes` do not shard the user's result. Considers only results that `axes` do not shard, or
-        that get their sharding from no operand. If XLA chooses the shardings of the program's results, these ask only
-        if no other operand of the user is sharded in another way. Needs a program before the partitioner."""
-        (place, user, _), whole = found, self.program.whole
-        assert whole is not None
-        dims, result = self.program.dims(place, user), Dim(place, user, "", 0)
+        `found`; of the user, or of the program's result, if the program's results ask; None if nothing does. Considers
+        only results that `axes` do not shard, or that get their sharding from no operand. If XLA chooses the shardings
+        of the program's results, these ask only if no other operand of the user is sharded in another way."""
+        place, user, number = found
+        result, operands = Dim(place, user, "", 0), range(len(user.operands))
         asked = [(at, axis) for at in self.all(result) for axis in self.axes_of(at)]
         if asked and not any(self.origins.producers(*each) for each in asked):
             met = self.origins.met(*asked[0])
             asks = met and (met.instruction.primitive in ASKING or met.instruction.opcode == "while")
             if met and (asks or not self.origins.producers(met, asked[0][1])):
                 return met
-        is_met = any(self._is_sharded_by_producers(place, user, i) for i in range(len(user.operands)))
-        waiting = [(place, user)] * (not is_met and not asked)
-        seen, is_chosen = {user.name}, False
-        while waiting:
-            place, at = waiting.pop(0)
+        if asked:
+            return None
+        dims, waiting, seen, is_returned = self.program.dims(place, user), [(place, user)], {user.name}, False
+        for place, at in waiting:
             if at.primitive in ASKING and at is not user:
                 return Dim(place, at, "", 0)
-            if at.is_root and place.name == whole.entry:
-                if not whole.chooses_results:
-                    return result
-                kinds = [self.program.dims(*value(*found[:2], i)[:3]) for i in range(len(user.operands))]
-                is_chosen = not any(kind and kind != kinds[found[2]] for kind in kinds)  # unless operands differ
+            is_returned |= at.is_root and place.name == self.origins.whole.entry
             for each in place.users[at.name]:
                 if each.name not in seen and (each.opcode == "tuple" or self.program.dims(place, each) == dims):
                     seen.add(each.name)
                     waiting += [*self._in_branches(place, at, each), (place, each)]
-        return result if is_chosen else None
+        kinds = [self.program.dims(*value(*found[:2], i)[:3]) for i in operands]
+        is_alone = not any(kind and kind != kinds[number] for kind in kinds)
+        return result if is_returned and (is_alone or not self.origins.whole.chooses_results) else None
 
     def _in_branches(self, place: Computation, at: Instruction, user: Instruction) -> Iterator[Place]:
         """Yields the parameters of a conditional's branches that get the value `at`; nothing for another `user`."""
         for i, (name, _) in enumerate(called_by(user) if user.opcode == "conditional" else ()):
-            inner = self.program.whole.computations[name]  # type: ignore[union-attr]
+            inner = self.origins.whole.computations[name]
             if place.operands(user)[1 + i] is at:
                 yield from ((inner, each) for each in inner.instructions.values() if each.opcode == "parameter")
-
-    def _is_sharded_by_producers(self, place: Computation, user: Instruction, number: int) -> bool:
-        """True if an operand is sharded like the result of its user, and the sharding comes from its producers."""
-        at, dims = value(place, user, number), self.program.dims(place, user)
-        every = ((at._replace(dim=i), axis) for i, axes in enumerate(dims) for axis in axes)
-        return dims == self.program.dims(*at[:3]) and any(self.origins.producers(*each) for each in every)
 
 
 def chain(computation: Computation, at: Instruction) -> Iterator[Instruction]:

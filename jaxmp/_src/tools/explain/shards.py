@@ -50,17 +50,13 @@ def grouped_placement(spec: GroupedSpec) -> tuple[tuple[Dim, Dim], ...]:
     return tuple((axes[text[0]], axes[text[1] if len(text) == 2 else "n"]) for text in spec.indices) if axes else ()
 
 
-def grouped_extents(spec: GroupedSpec, m: int, k: int, n: int) -> tuple[int, int, int]:
-    """Returns the extents (m, k, n) of a product of groups of rows; (k, m, n) if it contracts over the rows."""
-    return (k, m, n) if spec.is_contraction else (m, k, n)
-
-
-def grouped_shapes(spec: GroupedSpec, groups: int, m: int, k: int, n: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of x (m, k), w and the result of groups of rows, as stored. If the product contracts over
-    the rows, w is (m, n) and the result has a (k, n) per group. Else w has one, maybe transposed, and the result is
-    (m, n)."""
+def grouped_sizes(spec: GroupedSpec, groups: int, m: int, k: int, n: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of x (m, k), w and the result of groups of rows, as stored, and then (m, k, n). If the product
+    contracts over the rows, w is (m, n), the result has a (k, n) per group, and the last is (k, m, n). Else w has one
+    per group, maybe transposed, and the result is (m, n)."""
     of = {"g": groups, "m": m, "k": k, "n": n}
-    return tuple(tuple(of[index] for index in text) for text in spec.indices)
+    every = (*spec.indices, "kmn" if spec.is_contraction else "mkn")
+    return tuple(tuple(of[index] for index in text) for text in every)
 
 
 def sharded_dims(eqn: Any) -> tuple[Dim, ...]:

@@ -107,60 +107,50 @@ class Explanation:
         return sum(row.count * part(time) for row, time in zip(self.rows, self.times, strict=True) if time)
 
     def _table(self) -> list[list[str]]:
-        """Returns the header and the cells, with predicted times if there is a machine."""
-        table = _table(self.rows)
-        if self.hardware is None:
-            return table
-        cells = [(_number(time.total * 1e6), time.bound) if time else ("", "") for time in self.times]
-        return [[*line, *more] for line, more in zip(table, [("us", "bound by"), *cells], strict=True)]
+        """Returns the header and the cells, without empty columns, and without the implementation if calls share it,
+        because the notes name it. For a machine with predicted times."""
+        hidden = "by" if len({row.implementation for row in self.rows if row.is_call}) == 1 else ""
+        columns = [[header, *map(cell, self.rows)] for header, cell in _COLUMNS.items() if header != hidden]
+        columns = [cells for cells in columns if any(cells[1:])]
+        if self.hardware is not None:
+            columns.append(["us", *(_number(time.total * 1e6) if time else "" for time in self.times)])
+            columns.append(["bound by", *(time.bound if time else "" for time in self.times)])
+        return [list(cells) for cells in zip(*columns, strict=True)]
 
     def _totals(self) -> str:
         counts = [_count(self.calls, "call"), *([_count(self.collectives, "collective")] if self.collectives else [])]
         moved = _in_units(self.bytes_moved, 1e6)
-        moved = f", {moved} MB moved by each device" if moved else ""
-        if moved and self.collectives:
-            moved += f", {_in_units(self.bytes_in_calls, 1e6) or 0} of it inside of calls"
+        inside = f", {_in_units(self.bytes_in_calls, 1e6) or 0} of it inside of calls" if self.collectives else ""
+        moved = f", {moved} MB moved by each device{inside}" if moved else ""
         counts += [f"{self.calls} of {self.calls + self.left} products fused"] if self.left else []
         return f"{', '.join(counts)}, {_in_units(self.flops, 1e9) or 0} Gflop on all devices together{moved}"
 
     def _notes(self) -> list[str]:
-        """Returns lines below the table: the prediction, the index that each pattern's axes split, each implementation
-        with its reason and largest workspace, and cuBLASMp's log."""
+        """Returns lines below the table: the prediction for a machine, the index that each pattern's axes split, each
+        implementation with its reason and largest workspace, and cuBLASMp's log."""
+        notes = list[str]()
+        if self.hardware is not None:
+            unknown = sum(time is None for time in self.times)
+            why = "XLA partitions it, its extents are symbols, or the machine has no rate for its type"
+            notes.append(
+                f"predicted on {self.hardware.name}: {_number(self.seconds * 1e6)} us, including "
+                f"{_number(self.exposed_seconds * 1e6)} us of communication that no product hides; "
+                f"{100 * self.utilisation:.0f} % of its rate"
+                + f"; {_count(unknown, 'row')} not counted, because {why}"
+                * bool(unknown)
+            )
+        notes += dict.fromkeys(f"{_pattern(row)}: {row.contraction}" for row in self.rows if ":" in row.contraction)
         workspaces: dict[str, int] = {}
         for row in self.rows:
             reason = f"{row.implementation}: {row.why}; {row.algorithm}{_remarks(row)}"
             workspaces[reason] = max(row.workspace, workspaces.get(reason, 0))
-        reasons = (
-            reason + (f"; workspace of {_number(size / 1e6)} MB on each device" if size else "")
-            for reason, size in workspaces.items()
-        )
-        splits = dict.fromkeys(f"{_pattern(row)}: {row.contraction}" for row in self.rows if ":" in row.contraction)
-        barriers = [
-            f"before a call of {n} processes each sends {_count(messages, 'message')} in {_count(rounds, 'round')}"
-            for n in sorted({row.processes for row in self.rows} - {1})
-            for messages, rounds in [process_barrier.cost(n)]
-        ]
-        return [
-            *self._prediction(),
-            *splits,
-            *reasons,
-            *barriers,
-            *(f"cuBLASMp logged: {line}" for line in self.logged),
-        ]
-
-    def _prediction(self) -> list[str]:
-        """Returns one line about the times: the machine, the total, exposed communication, utilisation, and rows
-        without a prediction. No line without a machine."""
-        if self.hardware is None:
-            return []
-        unknown = sum(time is None for time in self.times)
-        why = "XLA partitions it, its extents are symbols, or the machine has no rate for its type"
-        but = f"; {_count(unknown, 'row')} not counted, because {why}" if unknown else ""
-        return [
-            f"predicted on {self.hardware.name}: {_number(self.seconds * 1e6)} us, including "
-            f"{_number(self.exposed_seconds * 1e6)} us of communication that no product hides; "
-            f"{100 * self.utilisation:.0f} % of its rate{but}"
-        ]
+        for reason, size in workspaces.items():
+            notes.append(reason + f"; workspace of {_number(size / 1e6)} MB on each device" * bool(size))
+        for n in sorted({row.processes for row in self.rows} - {1}):
+            messages, rounds = process_barrier.cost(n)
+            cost = f"{_count(messages, 'message')} in {_count(rounds, 'round')}"
+            notes.append(f"before a call of {n} processes each sends {cost}")
+        return [*notes, *(f"cuBLASMp logged: {line}" for line in self.logged)]
 
 
 _NOTHING = "no jaxmp call in this program"
@@ -191,15 +181,6 @@ def _remarks(row: Row) -> str:
 # Cells ---------------------------------------------------------------------------------------------------------
 
 
-def _table(rows: tuple[Row, ...]) -> list[list[str]]:
-    """Returns the header and the cells, without empty columns, and without the implementation if calls share it."""
-    columns = _COLUMNS
-    if len({row.implementation for row in rows if row.is_call}) == 1:  # the notes below the table name it
-        columns = {header: cell for header, cell in _COLUMNS.items() if header != "by"}
-    kept = [[header, *cells] for header, cell in columns.items() if any(cells := [cell(row) for row in rows])]
-    return [list(cells) for cells in zip(*kept, strict=True)]
-
-
 def _operation(row: Row) -> str:
     """Returns the operation with its epilog, or with C, and how often it runs if more than once."""
     operation = row.operation.replace("+epilog", "+c" if row.epilog == "NONE" else f"+{row.epilog.lower()}")
@@ -208,7 +189,7 @@ def _operation(row: Row) -> str:
 
 def _pattern(row: Row) -> str:
     """Returns the pattern ("" if it is "-"), and the axes of the ranks that share the operation."""
-    return " ".join([row.pattern.strip("-"), *re.findall(r"'([^']+)'", row.groups)]).strip()
+    return " ".join([row.pattern.strip("-"), *row.axes]).strip()
 
 
 def _whole(row: Row) -> str:

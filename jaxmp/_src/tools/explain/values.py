@@ -1,18 +1,16 @@
-"""Compares how mesh axes shard values with how operations need them, and puts both in words.
-
-An `Edge`, (computation, instruction, number), is the use of operand `number` by an instruction, its user.
-"""
+"""Compares how mesh axes shard values with how operations need them, and puts both in words."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+import itertools
+from collections.abc import Collection, Iterable
 
 from jaxmp._src.tools.explain.hlo import MOVES, Computation, Instruction
 from jaxmp._src.tools.explain.origins import ASKING, Dim, Origins, is_backward, summed, value
 from jaxmp._src.tools.explain.partitioned import Program
 
-# (computation, a user of a value, the number of the operand that is the value).
+# The use of operand `number` by an instruction, its user: (computation, user, number).
 Edge = tuple[Computation, Instruction, int]
 
 
@@ -34,7 +32,11 @@ class Values:
     @property
     def every(self) -> Values:
         """`Values` for all axes of the mesh."""
-        return Values(self.origins, (*self.program.mesh,))
+        return self.on(self.program.mesh)
+
+    def on(self, axes: Iterable[str]) -> Values:
+        """Returns `Values` for other axes."""
+        return Values(self.origins, (*axes,))
 
     def axes_of(self, at: Dim) -> tuple[str, ...]:
         """Returns the axes in `axes` that shard a dimension."""
@@ -46,7 +48,7 @@ class Values:
 
     def all(self, at: Dim) -> list[Dim]:
         """Returns the dimensions that the axes shard, of the value that has the dimension `at`."""
-        return [each for i in range(len(at.extents)) if self.axes_of(each := at._replace(dim=i))]
+        return [each for each in at.all if self.axes_of(each)]
 
     def sharded(self, place: Computation, user: Instruction, number: int) -> list[Dim]:
         """Returns the dimensions of an operand that the axes shard; none if the user has no such operand."""
@@ -56,8 +58,7 @@ class Values:
         """True if the axes shard a dimension of an operand that its user needs whole, or sharded over other axes."""
         wants = dict[int, set[str]]()
         operand = value(place, user, number)
-        for i in range(len(user.shapes[0][1]) if user.shapes else 0):
-            above = Dim(place, user, "", i)
+        for above in Dim(place, user, "", 0).all:
             for below in self.origins.operands(above):
                 if below[:3] == operand[:3]:
                     wants.setdefault(below.dim, set()).update(self.origins.axes(above))
@@ -82,28 +83,27 @@ class Values:
     def origin(self, each: Dim, name: str = "") -> str:
         """Describes the origins of a dimension's sharding, other than `name`: " (from dimension 0 of w)" for producers,
         or else " (to meet out_shardings)" for consumers; "" if there is none."""
-        producers = [name for axis in self.axes_of(each) for name in self.origins.producers(each, axis)]
-        axes = () if producers else self.axes_of(each)
-        consumers = [name for axis in axes for name in self.origins.consumers(each, axis, where=True)]
-        named = [each for each in dict.fromkeys(producers or consumers) if each != name][:2]
+        axes = self.axes_of(each)
+        producers = [name for axis in axes for name in self.origins.producers(each, axis)]
+        found = producers or [name for axis in axes for name in self.origins.consumers(each, axis)]
+        named = [each for each in dict.fromkeys(found) if each != name][:2]
         return f" ({'from' if producers else 'to meet'} {joined(named)})" * bool(named)
 
     def describe(self, dims: Iterable[Dim]) -> str:
         """Returns text like "model shards dimension 1 of x"."""
-        return joined([f"{shard(axes)} {self.dims(same)}" for axes, same in self._by_axes(dims).items()])
+        return joined([f"{shard(axes)} {self.dims(same)}" for axes, same in self._by_axes(dims)])
 
     def which(self, dims: Iterable[Dim]) -> str:
         """Returns text like "dimension 1 of x, which model shards"."""
         splits = f"XLA splits over {self.over}"
-        by_axes = self._by_axes(dims).items()
-        texts = [f"{self.dims(same)}, which {shard(axes) if axes else splits}" for axes, same in by_axes]
+        texts = [f"{self.dims(same)}, which {shard(axes) if axes else splits}" for axes, same in self._by_axes(dims)]
         return ", and ".join(texts) or f"a dimension, which {splits}"
 
-    def _by_axes(self, dims: Iterable[Dim]) -> dict[tuple[str, ...], list[Dim]]:
+    def _by_axes(self, dims: Iterable[Dim]) -> Iterable[tuple[tuple[str, ...], list[Dim]]]:
         by_axes: dict[tuple[str, ...], list[Dim]] = {}
         for each in dims:
             by_axes.setdefault(self.axes_of(each), []).append(each)
-        return by_axes
+        return by_axes.items()
 
     def operand(self, found: Edge) -> str:
         """Describes the sharding of an operand: "model shards dimension 1 of x", with ", transposed" after its own if
@@ -116,37 +116,34 @@ class Values:
                 each = found[0].operands(each)[0]
             return text + ", transposed" * is_turned
         at = value(*found)
-        below = (dim for i in range(len(at.extents)) for dim in self.origins.operands(at._replace(dim=i)))
-        dims = [dim for dim in below if self.axes_of(dim)][:1]
-        return self.describe(dims) or f"XLA splits {self.origins.name(at)[0]} over {self.over}"
+        below = (dim for each in at.all for dim in self.origins.operands(each))
+        return self.describe([dim for dim in below if self.axes_of(dim)][:1]) or (
+            f"XLA splits {self.origins.name(at)[0]} over {self.over}"
+        )
 
     def result(self, at: Dim, *, origins: bool = True) -> str:
         """Describes the sharding of a result or a constraint over the axes, or else over any axis: "model on dimension
         0 (from dimension 0 of w)"; "" if it is whole. The origin is left out for a constraint, or without `origins`."""
-        dims = self.all(at) or self.every.all(at)
-        axes = (joined(self.axes_of(each) or self.origins.axes(each)) for each in dims)
-        is_made = origins and at.instruction.primitive not in ASKING
-        made = (self.every.origin(each) * is_made for each in dims)
-        return joined([f"{a} on dimension {d.dim}{o}" for a, d, o in zip(axes, dims, made, strict=True)])
-
-    def begins(self, dims: Iterable[Dim]) -> list[str]:
-        """Returns the origins of the shardings of dimensions."""
-        names = (name for each in dims for axis in self.axes_of(each) for name in self.origins.of(each, axis))
-        return [*dict.fromkeys(names)]
+        texts = []
+        for each in self.all(at) or self.every.all(at):
+            text = f"{joined(self.axes_of(each) or self.origins.axes(each))} on dimension {each.dim}"
+            is_made = origins and at.instruction.primitive not in ASKING
+            texts.append(text + self.every.origin(each) * is_made)
+        return joined(texts)
 
     def leave_whole(self, dims: Iterable[Dim]) -> str:
-        """Returns the remedy to leave the dimensions whole where their sharding begins: "leave dimension 0 of x whole"
-        for arguments, "change with_sharding_constraint in train.py:12" for other origins."""
-        names = self.begins(dims)[:2]
-        if arrays := [name for name in names if name.startswith("dimension")]:
-            return f"leave {joined(arrays)} whole"
-        return f"change {joined(names)}" if names else "leave this dimension whole"
-
-    def shard_another(self, dims: Sequence[Dim]) -> str:
-        """Returns the remedy `leave_whole`, and adds to shard another dimension if the array has one."""
-        axes = self.axes_in(dims) & {*self.axes}
-        is_other = axes and any(len(each.extents) > 1 for each in dims)
-        return self.leave_whole(dims) + (f"; shard another dimension over {joined(axes)}" if is_other else "")
+        """Returns the remedy to leave the dimensions whole where their sharding begins, "leave dimension 0 of x whole"
+        for arguments or "change with_sharding_constraint in train.py:12" for other origins, or to shard another
+        dimension if the array has one."""
+        pairs = [(each, axis) for each in dims for axis in self.axes_of(each)]
+        found = (self.origins.producers(*pair) or self.origins.consumers(*pair) for pair in pairs)
+        names = [*dict.fromkeys(itertools.chain(*found))][:2]
+        if not names:
+            return "leave this dimension whole"
+        arrays = [name for name in names if name.startswith("dimension")]
+        remedy = f"leave {joined(arrays)} whole" if arrays else f"change {joined(names)}"
+        has_others, axes = any(len(each.extents) > 1 for each, _ in pairs), {axis for _, axis in pairs}
+        return remedy + f"; shard another dimension over {joined(axes)}" * has_others
 
 
 def shard(axes: Collection[str]) -> str:
