@@ -106,15 +106,6 @@ def card_capability() -> tuple[int, int] | None:
     return min((int(major), int(minor)) for major, minor in versions)
 
 
-def card_multiprocessors() -> int | None:
-    """Returns the smallest number of multiprocessors of all CUDA devices of the job; None without devices, if one
-    does not report it, or before JAX's backend starts."""
-    if not has_cuda_devices():
-        return None
-    counts: list[int] = [getattr(device, "core_count", 0) for device in cuda_devices()[0].client.devices()]
-    return min(counts) or None
-
-
 def _devices(platform: str) -> list[Any]:
     try:
         return list(jax.local_devices(backend=platform))
