@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -125,7 +125,7 @@ def product(
     if entry is None or given is None:
         return conversion.of_result(_result(jaxmp_call(call, operands)))  # type: ignore[no-any-return]
     types = tuple((name, operands[name].dtype) for name in given)
-    run = of_arrays(call, conversion, types, given.values())
+    run = of_arrays(call, conversion, types)
     entry.append(run)
     return run(*given.values())
 
@@ -333,34 +333,19 @@ def jaxmp_call(call: Call, operands: Operands) -> Operands:
     return call(operands)
 
 
-def of_arrays(
-    call: Call, conversion: Conversion, types: tuple[tuple[str, np.dtype], ...], arrays: Iterable[Any]
-) -> Callable[..., Results]:
-    """Returns a call as a function of operands in this order, which it casts to these types as `validated` does. Unless
-    `arrays` are traced, it is compiled without jaxmp_call's static argument, which JAX would hash at every call."""
-    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
-        return _compiled(call, conversion, types)
-    return _taking(functools.partial(jaxmp_call, call), conversion, types)
-
-
-def _taking(
-    run: Callable[[Operands], Operands], conversion: Conversion, types: tuple[tuple[str, np.dtype], ...]
-) -> Callable[..., Results]:
-    """Returns `run` as a function of operands in the order of `types`, with conversions before and after it."""
+@functools.lru_cache(eager_calls.CAPACITY)
+def of_arrays(call: Call, conversion: Conversion, types: tuple[tuple[str, np.dtype], ...]) -> Callable[..., Results]:
+    """Returns a call as a jitted function of operands in the order of `types`. The function casts them to these types
+    as `validated` does. It has no static argument, which JAX would hash at every call."""
 
     def jaxmp_call(*operands: jax.Array) -> Results:
         named = {}
         for (name, dtype), x in zip(types, operands, strict=True):
             x = conversion.of(name, x)
             named[name] = x if x.dtype == dtype and name not in ("c", "bias") else x.astype(dtype)
-        return conversion.of_result(_result(run(named)))  # type: ignore[no-any-return]
+        return conversion.of_result(_result(call(named)))  # type: ignore[no-any-return]
 
-    return jaxmp_call
-
-
-@functools.lru_cache(eager_calls.CAPACITY)
-def _compiled(call: Call, conversion: Conversion, types: tuple[tuple[str, np.dtype], ...]) -> Callable[..., Results]:
-    return jax.jit(_taking(call, conversion, types))
+    return jax.jit(jaxmp_call)
 
 
 def _of_empty(
