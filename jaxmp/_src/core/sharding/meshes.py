@@ -53,9 +53,9 @@ class Placement:
         return tuple(self.mesh.shape.items()) if self.mesh is not None else ()
 
 
-def partition_spec(dims: Dims) -> P:
-    """Returns the PartitionSpec of these axes: the inverse of `shardings.to_dims`."""
-    return P(*(dim or None for dim in dims))
+def partition_spec(dims: Dims, unreduced: Dim = ()) -> P:
+    """Returns the PartitionSpec of these axes, the inverse of `shardings.to_dims`, and of the axes of deferred sums."""
+    return P(*(dim or None for dim in dims), unreduced=set(unreduced))
 
 
 def constrained(outputs: Operands, sharding: NamedSharding | None) -> Operands:

@@ -177,8 +177,8 @@ def split_call(
     operands = [
         (name, have, tuple(axes[index] for index in indices)) for name, (indices, have) in [*arrays.items()][:-1]
     ]
-    made = frame(where, operands, (tuple(axes.values()),), (("d", out),), sharded[-1][1])
-    return dataclasses.replace(call, frame=made.deferred(unreduced) if unreduced else made)
+    made = frame(where, operands, (tuple(axes.values()),), (("d", out),), sharded[-1][1], unreduced)
+    return dataclasses.replace(call, frame=made)
 
 
 def _axes_of(
