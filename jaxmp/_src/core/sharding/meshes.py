@@ -254,11 +254,7 @@ def _check_mesh(argument: str, given: Any, mesh: options.Mesh | None) -> None:
 
 
 def _sharded(
-    mesh: options.Mesh,
-    is_explicit: bool,
-    dims: tuple[Dims, Dims],
-    out_sharding: Any,
-    out_shape: Shape,
+    mesh: options.Mesh, is_explicit: bool, dims: tuple[Dims, Dims], out_sharding: Any, out_shape: Shape
 ) -> Placement:
     """Returns the SHARDED placement; `dims`: the shardings of (a, b). Raises ValueError if `out_sharding` has another
     mesh or does not fit d's dimensions, but not if axes do not divide `out_shape`. Raises otherwise as `_spec` does,

@@ -13,7 +13,6 @@ import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import custom_partitioning_sharding_rule as _sharding_rule
-from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import mlir as _mlir
 from jax.interpreters import mlir
@@ -177,6 +176,6 @@ def _lowered_on_shards(
             name=call.name,
             platforms=[call.platform],
             backend=None,
-            axis_context=_sharding_impls.SPMDAxisContext(mesh, frozenset(mesh.axis_names)),
+            axis_context=mlir.SPMDAxisContext(mesh, frozenset(mesh.axis_names)),
         )
-    return _mlir.module_to_bytecode(module)
+    return mlir.module_to_bytecode(module)
