@@ -11,6 +11,7 @@ import glob
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import logging
 import os
 import sys
@@ -299,12 +300,7 @@ def _limit_instruction_set(module: Any) -> None:
 
 def _release(version: str) -> tuple[int, ...]:
     """Returns the leading numbers of a version: (0, 10, 2) for "0.10.2.dev5"."""
-    numbers = []
-    for part in version.split("."):
-        if not part.isdecimal():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+    return tuple(int(part) for part in itertools.takewhile(str.isdecimal, version.split(".")))
 
 
 def _blas_path() -> str:
