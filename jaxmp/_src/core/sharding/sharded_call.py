@@ -299,16 +299,17 @@ def planned(
     shardings that the arrays have. `shares_columns`: as in `planner.Terms`."""
     (a, b), others = ab, (*spec.operand_names, *spec.output_names[1:])
     operand = low_precision.operand_type(a.dtype, b.dtype)
-
-    def terms() -> planner.Terms:
-        of_sums = matmul_spec.accumulator(operand).itemsize
-        itemsizes = a.dtype.itemsize, 0 if any(spec.comm.narrow) else b.dtype.itemsize, spec.out_dtype.itemsize, of_sums
-        keeps_result = any(SPANS.get(each) for each in others if each not in ("c", "bias"))
-        return planner.terms(given, (a.shape, b.shape, shape), mesh, itemsizes, keeps_result=keeps_result)
-
-    # No operand is gathered along k if its gradient has to be a sum in a fixed order, or it has scales along k.
-    gathers_k = not (spec.fixed_reduction_order or low_precision.is_scaled(operand))
-    return planner.plan(given, terms, gathers_k=gathers_k, shares_columns=shares_columns)
+    of_b, of_sums = 0 if any(spec.comm.narrow) else b.dtype.itemsize, matmul_spec.accumulator(operand).itemsize
+    terms = planner.Terms(
+        planner.extents_of(given, (a.shape, b.shape, shape), mesh),
+        tuple(mesh.items()),
+        (a.dtype.itemsize, of_b, spec.out_dtype.itemsize, of_sums),
+        keeps_result=any(SPANS.get(each) for each in others if each not in ("c", "bias")),
+        # No operand is gathered along k if its gradient has to be a sum in a fixed order, or it has scales along k.
+        gathers_k=not (spec.fixed_reduction_order or low_precision.is_scaled(operand)),
+        shares_columns=shares_columns,
+    )
+    return planner.plan(given, terms)
 
 
 def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
