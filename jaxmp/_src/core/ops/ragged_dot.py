@@ -51,8 +51,7 @@ def ragged_dot(
     after the last group are `activation(0)`, zero by default. A row depends on its own group only: a weight that is
     infinite or NaN reaches no row of another group. On CPU devices the work is 2 m k n operations for any group sizes.
 
-    Sizes are data. Invalid sizes are clamped: a negative size counts as 0, and groups end with the last row. Under
-    `jax.experimental.checkify` they are an error (of the user's checks).
+    Sizes are data. Invalid sizes are clamped: a negative size counts as 0, and groups end with the last row.
 
     Args:
       x: (m, k), of any type that `lax.ragged_dot` takes. XLA multiplies integers other than int8.
@@ -211,7 +210,7 @@ def product(
 
 @functools.partial(jax.jit, static_argnums=0)
 def jaxmp_ragged_dot(call: ragged.RaggedCall, operands: dict[str, jax.Array]) -> jax.Array:
-    return call(ragged.checked(operands, operands["a"].shape[0]))
+    return call(operands)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -223,7 +222,6 @@ def jaxmp_activated_ragged_dot(
     def products(dtype: np.dtype, operands: dict[str, jax.Array]) -> list[jax.Array]:
         return [dataclasses.replace(call, spec=dataclasses.replace(call.spec, out_dtype=dtype))(operands)]
 
-    operands = ragged.checked(operands, operands["a"].shape[0])
     zs = activated.preactivations(products, call.spec.out_dtype, operands)
     return activated.activate(f or (lambda z: z), zs)
 

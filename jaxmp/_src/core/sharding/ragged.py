@@ -24,7 +24,7 @@ from jaxmp._src.core.contraction import moves
 from jaxmp._src.core.contraction.contraction import Contraction, Dim, Dims, Layout
 from jaxmp._src.core.lowering import decide
 from jaxmp._src.core.primitive import collectives
-from jaxmp._src.core.primitive.grouped import GroupedSpec, grouped, sizes_p, type_of
+from jaxmp._src.core.primitive.grouped import GroupedSpec, grouped, type_of
 from jaxmp._src.core.sharding.on_shards import Frame, frame, on_shards
 from jaxmp._src.core.spec.matmul_spec import accumulator
 from jaxmp._src.core.spec.refusal import InvalidValue
@@ -109,30 +109,13 @@ def bounds_of(sizes: jax.Array, offset: jax.Array | None, m: int, groups: int) -
     """Returns the first row of each group and the end of the last: of the `groups` groups from number `offset` on, or
     of all in `sizes` if `offset` is None. Groups that do not exist are empty. Sizes and their sums are clamped to
     0 ... m, and `offset` to 0 ... the number of groups."""
-
-    bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), _ends(sizes, m)])
+    # Clamped sums, because larger ones might overflow.
+    ends: jax.Array = lax.associative_scan(lambda a, b: jnp.minimum(a + b, m), _within(sizes, m))
+    bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     if offset is None:
         return bounds
     last = sizes.shape[0]
     return bounds[jnp.minimum(_within(offset, last) + jnp.arange(groups + 1, dtype=jnp.int32), last)]
-
-
-def checked(operands: Operands, m: int) -> Operands:
-    """Returns the operands, with "sizes" (if there are any) that `checkify` can check against m rows (`are_wrong`)."""
-    return operands | {"sizes": sizes_p.bind(operands["sizes"], m=m)} if "sizes" in operands else operands
-
-
-def are_wrong(sizes: jax.Array, *, m: int) -> jax.Array:
-    """True if sizes are negative or sum to more than m."""
-    wide = sizes if sizes.dtype.itemsize >= 4 else sizes.astype(jnp.int32)
-    ends = _ends(jnp.moveaxis(wide, -1, 0), m + 1)
-    return (wide < 0).any() | (ends > m).any()
-
-
-def _ends(sizes: jax.Array, most: int) -> jax.Array:
-    """Returns the cumulative sums of sizes, clamped to `most` because larger sums might overflow."""
-    ends: jax.Array = lax.associative_scan(lambda a, b: jnp.minimum(a + b, most), _within(sizes, most))
-    return ends
 
 
 def _within(x: jax.Array, most: int) -> jax.Array:

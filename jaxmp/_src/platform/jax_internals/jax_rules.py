@@ -50,23 +50,6 @@ def register_nan_checks(primitives: Iterable[Primitive]) -> None:
     _checkify.error_checks[shard_map_p] = check_shard_map
 
 
-def register_checks(primitive: Primitive, are_wrong: Callable[..., jax.Array], message: str) -> None:
-    """Makes `checkify` report `message` for an equation of `primitive` if the user has asked for user checks and
-    `are_wrong(*operands, **params)`, a scalar, is true. `message` shows the first operand as {}."""
-
-    nahead = int(hasattr(_checkify, "CheckifyContext"))  # since JAX 0.12 rules have a context
-    assert_func: Any = _checkify.assert_func
-
-    def check(*args: Any, **params: Any) -> Any:
-        context, (error, enabled, *operands) = args[:nahead], args[nahead:]
-        if _checkify.FailedCheckError in enabled:
-            failed = _checkify.FailedCheckError(_checkify.get_traceback(), message, operands[0])
-            error = assert_func(*context, error, are_wrong(*operands, **params), failed)
-        return error, primitive.bind(*operands, **params)
-
-    _checkify.error_checks[primitive] = check
-
-
 def _is_traced_by_jaxmp(traceback: Any) -> bool:
     """True if the innermost frame outside JAX is in jaxmp."""
     own = os.path.dirname(jax.__file__) + os.sep
