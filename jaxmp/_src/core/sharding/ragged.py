@@ -242,11 +242,7 @@ def shared_axes(spec: GroupedSpec, mesh: Any, rows: Dim, groups: Dim) -> Dim:
 
 
 def _split(x: str, w: str, d: str, is_w_larger: bool, *, keeps_k: bool) -> str:
-    """Returns the index that the ranks of an axis split. `x`, `w`, `d`: the index along which it shards each, or "".
-
-    If `x` is "m", returns `d` if `w` is "n" and `d` is not "", else `w` if it is "n" or "g" and `is_w_larger`, else
-    "m". Otherwise returns `w` if it is "n" or "g", else "k" if `x` or `w` is "k" (unless `keeps_k`), else `d`.
-    """
+    """Returns the index that the ranks of an axis split. `x`, `w`, `d`: the index along which it shards each, or ""."""
     if x == "m":
         if w == "n" and d:
             return d

@@ -35,7 +35,7 @@ from jaxmp._src.core.validation.dimension_numbers import DimensionNumbers
 from jaxmp._src.core.validation.epilog_checks import check_all_reduce, check_relu_aux
 from jaxmp._src.core.validation.result_types import Conversion
 from jaxmp._src.platform.jax_internals import jax_compat
-from jaxmp._src.platform.runtime.types import ArrayType, Operands, Shape
+from jaxmp._src.platform.runtime.types import ArrayType, Operands, Shape, is_symbolic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ class ShardedCall:
 
     def __call__(self, operands: Operands) -> Operands:
         """Returns the results by name, from shards in `shard_map`; XLA multiplies arrays with symbolic extents."""
-        if not all(isinstance(extent, int) for x in operands.values() for extent in x.shape):
+        if is_symbolic(*operands.values()):
             return _of_any_extent(self, operands)
         operands = {name: operands[name] for name in (*self.spec.names, *self.spec.traced)}
         body: Callable[[Operands], Operands] = functools.partial(bind_plan, self.plan, self.spec)
@@ -277,8 +277,7 @@ def planned_call(
 
 def _takes_narrow(spec: MatmulSpec, operands: Operands) -> bool:
     """True if `comm` asks to round b before its gather, b has floats of 16 or 32 bits, and no extent is symbolic."""
-    extents = (*operands["a"].shape, *operands["b"].shape)
-    is_wide = operands["b"].dtype.name in low_precision.WIDE and all(isinstance(extent, int) for extent in extents)
+    is_wide = operands["b"].dtype.name in low_precision.WIDE and not is_symbolic(operands["a"], operands["b"])
     return any(spec.comm.narrow) and is_wide
 
 
