@@ -186,9 +186,8 @@ def as_traced(rule: F) -> F:
     return cast(F, run)
 
 
-def subjaxprs(params: dict[str, Any]) -> Iterable[Jaxpr]:
-    """Yields the jaxprs among an equation's parameters."""
-    return core.jaxprs_in_params(params)
+# (parameters of an equation) -> the jaxprs among them.
+subjaxprs: Callable[[dict[str, Any]], Iterable[Jaxpr]] = core.jaxprs_in_params
 
 
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:

@@ -16,14 +16,13 @@ from jax._src import api_util as _api_util
 from jax._src import core as _core
 from jax._src import linear_util as _lu
 from jax._src.interpreters import partial_eval as _pe
-from jax._src.lax import lax as _lax
 from jax._src.lax import parallel as _parallel
 from jax._src.named_sharding import UnspecifiedValue as _UnspecifiedValue
 from jax._src.state.types import AbstractRef as _AbstractRef
 from jax.extend import core, source_info_util
 from jax.interpreters import partial_eval
 
-from jaxmp._src.platform.jax_internals.jax_compat import is_jit_disabled, varying_axes, with_64_bits_of
+from jaxmp._src.platform.jax_internals.jax_compat import convert, is_jit_disabled, varying_axes, with_64_bits_of
 
 Jaxpr = core.Jaxpr
 
@@ -121,7 +120,7 @@ def array_of(v: Any, values: Mapping[Any, Any]) -> Any:
     """Returns `values[v]` for a variable, and for a literal an array of its type, weak or not."""
     if not is_literal(v):
         return values[v]
-    return _lax._convert_element_type(v.val, v.aval.dtype, weak_type=v.aval.weak_type)
+    return convert(v.val, v.aval.dtype, v.aval.weak_type)
 
 
 def trace(
