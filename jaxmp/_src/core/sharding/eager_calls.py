@@ -8,7 +8,7 @@ several times as long as dispatching the compiled call, or as tracing it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,7 +46,8 @@ def look_up(request: Request, operands: Mapping[Any, Any], *static: Any, is_part
     with an alpha or beta that is not a Python number, with arguments without a hash (a list of shardings), and in a job
     of several processes, because its messages need the line of each call.
     """
-    types, cache = [], kept_traced if is_part else kept
+    types: list[tuple[Any, ...]] = []
+    cache: Callable[[Hashable], Entry] = kept_traced if is_part else kept
     for name, x in operands.items():
         if type(x) is jax_compat.ArrayImpl:
             types.append((name, x.aval, x.sharding))

@@ -147,7 +147,7 @@ axis_env: Callable[[], Any] = _core.get_axis_env
 
 def is_jit_disabled() -> bool:
     """True under `jax.disable_jit`."""
-    return bool(jax.config.jax_disable_jit)
+    return bool(cast(Any, jax.config).jax_disable_jit)
 
 
 def is_vma_checked() -> bool:
