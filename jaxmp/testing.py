@@ -277,7 +277,7 @@ def _checks_of_batch(implementation: str, dtype: str, is_quick: bool) -> Iterato
     step, head = 4 if is_quick else 1, f"{implementation} {dtype}"
     serves = functools.partial(_serves, implementation, dtype)
     rows = _place_counts(implementation, SOME_ROWS if is_quick else ROWS, fixed_shape.ROWS)
-    cols = _place_counts(implementation, SOME_ROWS, fixed_shape.columns())
+    cols = _place_counts(implementation, SOME_ROWS, fixed_shape.COLUMNS)
     plain = [(k, n, Epilog.NONE) for k, n in (SOME_EXTENTS if is_quick else EXTENTS)]
     with_epilog = [(65, 33, epilog) for epilog in EPILOGS if serves(epilog)]
     derived = [(65, 33, epilog) for epilog in DERIVATIVES if serves(epilog)]
@@ -301,7 +301,7 @@ def _checks_of_topology(implementation: str, dtype: str, is_quick: bool, devices
     head = f"{implementation} {dtype}"
     check = functools.partial(check_meshes, "topology", implementation, dtype)
     # For cuBLASMp several tiles, so that ranks of a mesh place their rows and columns differently in the tiles.
-    m, n = (3 * fixed_shape.ROWS, 2 * fixed_shape.columns() + 128) if implementation == ON_GPUS else (24, 40)
+    m, n = (3 * fixed_shape.ROWS, 2 * fixed_shape.COLUMNS + 128) if implementation == ON_GPUS else (24, 40)
     for k, transpose in ((40, "TN"),) if is_quick else ((8, "NN"), (40, "TN"), (1000, "NT"), (4104, "TT")):
         run = functools.partial(check, (m, n, k), devices, transpose=transpose)
         yield Check("topology", f"{head} k={k} {transpose} NONE", run)

@@ -113,7 +113,7 @@ def test_every_promise_about_bits(share, monkeypatch):
     if "JAXMP_FAKES" in os.environ:  # smaller calls, because the fakes run the padding kernels' threads one by one
         monkeypatch.setattr(testing, "SOME_ROWS", (1, 3))
         monkeypatch.setattr(fixed_shape, "ROWS", 128)
-        monkeypatch.setattr(fixed_shape, "columns", lambda: 256)
+        monkeypatch.setattr(fixed_shape, "COLUMNS", 256)
     with jax.enable_x64(True):
         checks = list(testing.checks(is_quick=True, implementations=(testing.ON_GPUS,)))[share::SHARES]
         assert checks

@@ -99,13 +99,14 @@ def test_microbatches_are_exact_where_calls_overlap(monkeypatch):
 
 
 def test_levels_of_determinism_are_calls_of_one_rank():
-    """The card has few multiprocessors, because the fake's threads run one by one: 512 x k x 1024."""
+    """Calls have fewer columns, because the fake's threads run one by one: 512 x k x 1024."""
     said = run_apart(
         f"""
         import functools, os
         import jax, numpy as np, jaxmp
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-        assert jax.devices()[0].core_count == 8
+        from jaxmp._src.core.lowering import fixed_shape
+        fixed_shape.COLUMNS = 1024
         patterns = {{name: (P(*a), P(*b), P(*out)) for name, (a, b, out) in {_PLAIN!r}.items()}}
         mesh = jax.make_mesh((2,), ("y",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
         rng = np.random.default_rng(0)
@@ -120,7 +121,6 @@ def test_levels_of_determinism_are_calls_of_one_rank():
                 print(level, name, fake_gpus.cublasmp_calls(1).count("Matmul"), flush=True)
         os._exit(0)
     """,
-        FAKE_CUDA_MULTIPROCESSORS="8",
         JAXMP_TIMEOUT="60",
     )
     # Two calls of 512 rows, or one if the rank has 300; two of 1024 columns, or one if it has 550.
@@ -144,6 +144,8 @@ def test_a_call_of_a_level_takes_its_rows_from_where_they_are():
         """
         import functools, os
         import jax, numpy as np, jaxmp
+        from jaxmp._src.core.lowering import fixed_shape
+        fixed_shape.COLUMNS = 1024
         rng = np.random.default_rng(0)
         a, b = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((1536, 16), (16, 1024)))
         f = jax.jit(functools.partial(jaxmp.matmul, determinism="batch"))
@@ -154,7 +156,6 @@ def test_a_call_of_a_level_takes_its_rows_from_where_they_are():
         print("copies", [line for line in text.splitlines() if "kind=kLoop" in line and "slice" in line.split()[0]])
         os._exit(0)
     """,
-        FAKE_CUDA_MULTIPROCESSORS="8",
         JAXMP_TIMEOUT="60",
     )
     assert "f32[3,512,16]" in said.partition("->")[0], said

@@ -21,7 +21,7 @@ from jaxmp._src.core.primitive.primitives import (
     activation_grad_p,
     naming_by_spec,
 )
-from jaxmp._src.core.sharding import partitioner, ragged
+from jaxmp._src.core.sharding import partitioner
 from jaxmp._src.platform.jax_internals import jax_compat, jax_rules
 from jaxmp._src.platform.jax_internals.jax_compat import as_traced
 from jaxmp._src.platform.jax_internals.jax_lowering import mlir
@@ -88,12 +88,6 @@ for _product in grouped.GROUPED:
 # The policies of `jax.checkpoint` are asked about products, and checkify looks for NaN in all results.
 jax_rules.register_saved((*PRODUCTS, *grouped.GROUPED), primitives.saves_products)
 jax_rules.register_nan_checks((*PRODUCTS, activation_grad_p, *grouped.GROUPED))
-jax_rules.register_checks(
-    grouped.sizes_p,
-    ragged.are_wrong,
-    "ragged_dot: group_sizes must not be negative, nor sum to more than the rows of x, got {}",
-)
-mlir.register_lowering(grouped.sizes_p, lambda ctx, sizes, **_: [sizes])
 
 mlir.register_lowering(mesh_position_p, mesh_position_rule)
 for _primitive, _rule in ((collective_p, rules.collective_rule), (reshard_p, rules.reshard_rule)):

@@ -305,22 +305,6 @@ def test_a_gathered_pattern_drops_its_communication_options(mesh_of):
     assert 'communication_dtype = "none"' in line
 
 
-@pytest.mark.parametrize(
-    ("multiprocessors", "columns"), [((132,), 4096), ((108,), 3072), ((132, 108), 3072), ((192,), 6144), ((8,), 1024)]
-)
-def test_a_call_has_about_a_tile_for_each_multiprocessor(multiprocessors, columns, cards, monkeypatch):
-    """The smallest card of the job decides, so that all processes make the same calls; the parts are joined again."""
-    cards(*("9.0",) * len(multiprocessors))
-    for device, count in zip(native.cuda_devices()[0].client.devices(), multiprocessors, strict=True):
-        device.core_count = count
-    monkeypatch.setattr(native, "register", lambda: None)
-    a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((700, 64), (64, 5000)))
-    f = jax.jit(functools.partial(jaxmp.matmul, determinism="batch"))
-    text = f.trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
-    assert extents_of(text) == ({(columns, fixed_shape.ROWS, 64)}, 1)
-    assert f"tensor<{-(-5000 // columns)}x2x{fixed_shape.ROWS}x{columns}xf32>" in text.replace(" ", "")
-
-
 def test_explain_says_what_is_gathered_and_called(mesh_of, cards, monkeypatch):
     cards("9.0")
     monkeypatch.setattr(jax_compat, "default_platform", lambda: "cuda")

@@ -70,12 +70,12 @@ def test_every_proposal_is_planned_consistently(transposition):
     flags = {"transpose_a": transposition[0] == "T", "transpose_b": transposition[1] == "T"}
     devices = [{"x": i, "y": j} for i in range(2) for j in range(2)]
     extents = (("m", 8), ("k", 8), ("n", 8))
-    terms = planner.Terms(extents, tuple(MESH.items()), (4, 4, 4, 4), keeps_result=False)
-    options = {"terms": lambda: terms, "gathers_k": not any(flags.values())}
+    options = {"keeps_result": False, "gathers_k": not any(flags.values())}
+    terms = planner.Terms(extents, tuple(MESH.items()), (4, 4, 4, 4), **options)
     for a0, a1, b0, b1, d0, d1 in itertools.product(DIMS, repeat=6):
         if set(a0) & set(a1) or set(b0) & set(b1) or set(d0) & set(d1):
             continue
-        plan = planner.plan(contraction.of_matrices(2, Layout((a0, a1), (b0, b1), (d0, d1)), **flags), **options)
+        plan = planner.plan(contraction.of_matrices(2, Layout((a0, a1), (b0, b1), (d0, d1)), **flags), terms)
         for dims in plan.layout:
             used = sum(dims, ())
             assert len(used) == len(set(used))

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxmp._src.core.contraction.contraction import DEFERRED, Contraction, Dims, Layout, Role
 from jaxmp._src.core.contraction.moves import in_call, received, size_of
@@ -48,36 +48,26 @@ class Terms:
     shares_columns: bool = True
 
 
-def terms(
-    given: Contraction,
-    shapes: Sequence[Shape],
-    mesh: Mapping[str, int],
-    itemsizes: tuple[int, int, int, int],
-    *,
-    keeps_result: bool = False,
-) -> Terms:
-    """Returns the terms for a, b and d of these shapes. A symbolic extent counts as 1024 for each device, so that every
-    axis divides it. `itemsizes`: as in `Terms`. `gathers_k` is False and `shares_columns` is True."""
+def extents_of(given: Contraction, shapes: Sequence[Shape], mesh: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """Returns (index, extent) pairs for a, b and d of these shapes. A symbolic extent counts as 1024 for each device,
+    so that every axis divides it."""
     found: dict[str, int] = {}
     for indices, shape in zip(given.indices, shapes, strict=True):
         found |= dict(zip(indices, shape, strict=True))
     nominal = 1024 * math.prod(mesh.values())
-    extents = tuple((index, extent if isinstance(extent, int) else nominal) for index, extent in found.items())
-    return Terms(extents, tuple(mesh.items()), itemsizes, keeps_result)
+    return tuple((index, extent if isinstance(extent, int) else nominal) for index, extent in found.items())
 
 
-def plan(
-    given: Contraction, terms: Callable[[], Terms], *, gathers_k: bool, shares_columns: bool = True
-) -> Contraction:
+def plan(given: Contraction, terms: Terms) -> Contraction:
     """Returns the call for operands and a result that are sharded as in `given`: usually `as_given`. It is the
     `cheapest` if there is no such call, if that call gathers one operand along k, or if it gathers or scatters
-    columns without `shares_columns`. `terms` is called for the cheapest only; `gathers_k` and `shares_columns` (see
-    `Terms`) replace its values. `gathers_k` is ignored unless `given.is_stored_in_order`. Raises as `cheapest` does."""
-    gathers_k = gathers_k and given.is_stored_in_order
-    found = as_given(given, gathers_k=gathers_k)
+    columns without `terms.shares_columns`. Ignores `terms.gathers_k` unless `given.is_stored_in_order`. Raises as
+    `cheapest` does."""
+    terms = dataclasses.replace(terms, gathers_k=terms.gathers_k and given.is_stored_in_order)
+    found = as_given(given, gathers_k=terms.gathers_k)
     # A gather along k may cost more than moving operands.
-    if found is None or found.gathers_k or (found.is_transposed and not shares_columns):
-        found = cheapest(given, dataclasses.replace(terms(), gathers_k=gathers_k, shares_columns=shares_columns))
+    if found is None or found.gathers_k or (found.is_transposed and not terms.shares_columns):
+        found = cheapest(given, terms)
     return found
 
 
@@ -135,7 +125,7 @@ def layouts(product: Contraction, terms: Terms) -> Iterator[Contraction]:
     axes, roles = [axis for axis, _ in terms.mesh], _roles(product, product.a + product.b, gathers_k=terms.gathers_k)
     roles.sort(key=lambda role: role.communicates)  # so that adjacent axes communicate
     for call in _calls(product, terms, axes, itertools.combinations(roles, len(axes))):
-        if plan(call, lambda: terms, gathers_k=terms.gathers_k, shares_columns=terms.shares_columns) == call:
+        if plan(call, terms) == call:
             yield call
 
 

@@ -34,7 +34,7 @@ from jaxmp._src.core.spec.refusal import NotAvailable
 from jaxmp._src.platform.hardware.call_time import Transfer
 from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering
 from jaxmp._src.platform.runtime import logs
-from jaxmp._src.platform.runtime.types import ArrayType
+from jaxmp._src.platform.runtime.types import ArrayType, is_symbolic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,11 +146,9 @@ def _batch(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
 
 def _resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: backend.Choice) -> forms.ResolvedCall:
     """Returns the call for shards like `a` and `b` by the chosen implementation, in the form that its library takes.
-    XLA computes it if extents are symbolic, or if cuBLASMp was chosen and an extent is 0 (unless the order is fixed).
-    `Gathered` computes it if ranks that share no call keep an order, or if cuBLASMp would gather a narrow operand next
-    to a wide one (unless the spec has communication options or a bias gradient). A narrow operand next to a wide one is
-    converted, unless hostmp multiplies in float32. Raises NotImplementedError if a form cannot keep what the caller
-    asks for, and if a library is asked for symbolic extents."""
+    XLA computes symbolic and empty extents; the other exceptions are named by their reasons. A narrow operand next to a
+    wide one is converted, unless hostmp multiplies in float32. Raises NotImplementedError if a form cannot keep what
+    the caller asks for, and if a library is asked for symbolic extents."""
     implementation, types = choice.implementation, (a.dtype, b.dtype)
     if low_precision.is_mixed(*types):  # hostmp decodes the narrow operand; for other implementations it is converted
         wide = low_precision.operand_type(*types)
@@ -158,8 +156,7 @@ def _resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: backend.Choic
         is_decoded = implementation == "host" and compute in ("32F", "32F_PEDANTIC")
         types = types if is_decoded else (wide, wide)
     product = forms.RequestedCall(spec, *map(jax.ShapeDtypeStruct, (a.shape, b.shape), types))
-    shape = *a.shape, *b.shape
-    if not all(isinstance(extent, int) for extent in shape):
+    if is_symbolic(a, b):
         if spec.asked_of_library:
             raise NotAvailable(
                 f"{spec.asked_of_library} takes numbers for extents, got operands of {a.shape} and {b.shape}; export "
@@ -170,7 +167,7 @@ def _resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: backend.Choic
         return forms.in_form(forms.Xla, "", product, choice)
     if implementation == "cublasmp":
         product = product._replace(spec=spec.replace(implementation="cublasmp"))
-        if 0 in shape and not spec.fixed_reduction_order:
+        if 0 in (*a.shape, *b.shape) and not spec.fixed_reduction_order:
             return forms.in_form(forms.Xla, "nothing to multiply, so XLA writes d", product, choice)
         gathered = spec.contraction.gathered
         is_narrow = gathered is not None and (a if gathered[0] == "a" else b).dtype != types[0]

@@ -28,16 +28,12 @@ from jaxmp._src.core.spec import levels, low_precision, process_grid, wire
 from jaxmp._src.core.spec.epilogs import Epilog
 from jaxmp._src.core.spec.extents import SPANS, Extents, extents, result_type, spans
 from jaxmp._src.core.spec.matmul_spec import MatmulSpec
-from jaxmp._src.platform.runtime import native
 from jaxmp._src.platform.runtime.types import Operands, Shape
 
-# The extents of a call on an H100 or H200, or if the card is unknown: 4 x 32 = 128 tiles of 128 x 128, about one for
-# each of the 132 multiprocessors (`columns`). Fewer rows than columns, because batches are often smaller than layers;
-# multiples of 128, because scales of blocks and the packed mask of relu need them. Reasoned, not measured: no GPU was
-# available.
+# The extents of a call: 4 x 32 = 128 tiles of 128 x 128, about one for each of the 132 multiprocessors of an H100 or
+# H200. Fewer rows than columns, because batches are often smaller than layers; multiples of 128, because scales of
+# blocks and the packed mask of relu need them. Reasoned, not measured: no GPU was available.
 ROWS, COLUMNS = 512, 4096
-# The extents of most layers are multiples of this, so that whole calls cover them.
-_COLUMN_STEP = 1024
 # k is padded to this extent so that a call may multiply by a derivative. The zeros add +0 to sums that begin at +0, so
 # that no element changes, not even the sign of a zero. Every rank pads the same, because it holds all of k = 1.
 PADDED_K = 2
@@ -96,22 +92,13 @@ def describe(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, library: str) -> 
     """Describes the calls of a local product for a message."""
     rows, k, _, cols = extents(spec, a_shape, b_shape).local
     calls = math.prod(_count(cols, rows) if spec.order.is_transposed else _count(rows, cols))
-    text = f"{library} {calls} local Matmul of {ROWS}x{k}x{columns()} each, padded, instead of an order of sums"
+    text = f"{library} {calls} local Matmul of {ROWS}x{k}x{COLUMNS} each, padded, instead of an order of sums"
     return text + "; `jaxmp selftest --implementation cublasmp` checks the card" * (library == "cublasmp")
-
-
-def columns() -> int:
-    """Returns the columns of a call: about one tile of 128 x 128 per multiprocessor of the smallest card in the job, in
-    multiples of 1024; COLUMNS if the card is unknown."""
-    multiprocessors = native.card_multiprocessors()
-    if multiprocessors is None:
-        return COLUMNS
-    return max(128 * 128 * multiprocessors // ROWS // _COLUMN_STEP, 1) * _COLUMN_STEP
 
 
 def _count(rows: int, cols: int) -> tuple[int, int]:
     """Returns the number of tiles of rows and of columns."""
-    return -(-rows // ROWS), -(-cols // columns())
+    return -(-rows // ROWS), -(-cols // COLUMNS)
 
 
 def with_k(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, k: int) -> tuple[Shape, Shape]:
@@ -156,7 +143,7 @@ def _with_sums(operands: Operands, spec: MatmulSpec, call: TileCall) -> Operands
 def _cuts(spec: MatmulSpec, name: str) -> dict[int, tuple[str, int]]:
     """Returns {dimension: ("m" or "n", the extent of a tile along it)} of an operand or result `name`, for dimensions
     that go with the rows (m) or columns (n) of d."""
-    tile = {"m": ROWS, "n": columns()}
+    tile = {"m": ROWS, "n": COLUMNS}
     return {i: (dim, tile[dim] // size) for i, (dim, size) in enumerate(spans(spec, name)) if dim in tile}
 
 
@@ -204,5 +191,5 @@ def _whole(spec: MatmulSpec, name: str, x: jax.Array, found: Extents) -> jax.Arr
         return x[0].reshape(-1)[:rows] if dims[0].dim == "m" else x[:, 0].reshape(-1)[:cols]
     ncol, nrow, height, width = x.shape
     x = x.transpose(1, 2, 0, 3).reshape(nrow * height, ncol * width)
-    x = x[:rows, : process_grid.relu_aux_bytes(cols) if name == "relu_aux" else cols * width // columns()]
+    x = x[:rows, : process_grid.relu_aux_bytes(cols) if name == "relu_aux" else cols * width // COLUMNS]
     return wire.from_moved(x, result_type(name, spec, found).dtype)

@@ -151,14 +151,9 @@ def collective_rule(
     collective; elsewhere to XLA's. "wait" becomes the barrier before a reshard, "vary" and "pass" become nothing."""
     if kind in ("vary", "pass"):
         return [x]
-    is_collective = kind != "wait"
-    site = process_barrier.site(ctx, mesh, axis_name, is_collective=is_collective) if platform == "cpu" else None
-
+    site = process_barrier.site(ctx, mesh, axis_name, is_collective=kind != "wait") if platform == "cpu" else None
     where: dict[str, Any] = {"axes": axis_name, "dimensions": dimensions, "narrow": narrow, "platform": platform}
-
-    def lower(x: jax.Array) -> jax.Array:
-        return communicated(site, kind, x, caller=caller, **where)
-
+    lower = functools.partial(communicated, site, kind, caller=caller, **where)
     with jax_compat.off_explicit_mesh():
         return mlir.lower_fun(lower, multiple_results=False)(ctx, x)
 

@@ -103,4 +103,4 @@ def _planned(request: Request, dimension_numbers: GivenNumbers) -> Callable[...,
     a, b = (jax.ShapeDtypeStruct((1, 1), dtype) for _, dtype in dtypes)  # the matrices made by folding
     spec, *_ = validated(request._replace(a=a, b=b, transpose_b=low_precision.is_scaled(a.dtype)))
     call = make_call(spec, placement, arrays, numbers)
-    return of_arrays(call, conversion, dtypes, arrays.values())
+    return of_arrays(call, conversion, dtypes)

@@ -245,7 +245,7 @@ def _split(x: str, w_in: str, _: str, w_down: str, d: str, *, is_w_larger: bool,
 def jaxmp_moe_mlp(first: RaggedCall, second: RaggedCall, f: Function | None, operands: Operands) -> jax.Array:
     """Computes d from the arrays of `layers`, by name: in the `shard_map` of `second`, if it has a frame."""
     local = dataclasses.replace(second, frame=None)
-    body, operands = functools.partial(_on_shards, first, local, f), ragged.checked(operands, operands["x"].shape[0])
+    body = functools.partial(_on_shards, first, local, f)
     if second.frame is None:
         return body(operands)["d"]
     return on_shards(second.frame, body, operands, "moe_mlp")["d"]

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from jaxmp._src.core.ops import dot_general, ragged_dot
 from jaxmp._src.core.primitive.grouped import GroupedSpec, grouped
 from jaxmp._src.core.sharding import meshes
-from jaxmp._src.core.sharding.ragged import bounds_of, checked
+from jaxmp._src.core.sharding.ragged import bounds_of
 from jaxmp._src.core.spec.matmul_spec import accumulator
 from jaxmp._src.core.spec.refusal import InvalidOperands, NotAvailable
 from jaxmp._src.core.spec.request import GroupOptions, Request
@@ -131,7 +131,6 @@ def jaxmp_ragged_dot_general(spec: GroupedSpec, numbers: _Numbers, operands: Ope
     rows have a matrix each; if it is contracted, the result has a sum for each group."""
     lhs, rhs, sizes = (operands[name] for name in ("lhs", "rhs", "sizes"))
     product, (m, groups) = numbers.dot, (lhs.shape[numbers.ragged], sizes.shape[-1])
-    sizes = checked({"sizes": sizes}, m)["sizes"]
     bounds = jax.vmap(lambda each: bounds_of(each, None, m, groups))(sizes.reshape(-1, groups))
     shape = numbers.result(lhs.shape, rhs.shape, groups)
     lead = *product.lhs_batch, *numbers.outer

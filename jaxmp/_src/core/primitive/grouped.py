@@ -43,14 +43,6 @@ grouped_p = jax_compat.make_primitive("jaxmp_grouped", multiple_results=False)
 partitioned_grouped_p = jax_compat.make_primitive("jaxmp_partitioned_grouped", multiple_results=False)
 GROUPED = (grouped_p, partitioned_grouped_p)
 
-# (sizes) -> sizes: an identity where `checkify` checks that no size is negative and that their sum is at most `m`.
-sizes_p = jax_compat.make_primitive("jaxmp_group_sizes", multiple_results=False)
-sizes_p.def_abstract_eval(lambda sizes, **_: sizes)
-jax_compat.batching.primitive_batchers[sizes_p] = lambda operands, dims, **params: (
-    sizes_p.bind(jnp.moveaxis(operands[0], dims[0], 0), **params),
-    0,
-)
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GroupedSpec(Parts):

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from jaxmp._src.core.spec.request import ContractionOptions, Request
+from jaxmp._src.core.spec.request import Request
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime import native
 
@@ -46,7 +46,8 @@ def look_up(request: Request, operands: Mapping[Any, Any], *static: Any, is_part
     with an alpha or beta that is not a Python number, with arguments without a hash (a list of shardings), and in a job
     of several processes, because its messages need the line of each call.
     """
-    types, cache = [], kept_traced if is_part else kept
+    types: list[tuple[Any, ...]] = []
+    cache: Callable[[Hashable], Entry] = kept_traced if is_part else kept
     for name, x in operands.items():
         if type(x) is jax_compat.ArrayImpl:
             types.append((name, x.aval, x.sharding))
@@ -67,10 +68,6 @@ def look_up(request: Request, operands: Mapping[Any, Any], *static: Any, is_part
     for group in (scaling, comm):
         if group is not None:
             values += tuple(getattr(group, "__dict__", {}).values())
-    return _entry(cache, types, values)
-
-
-def _entry(cache: Callable[[Hashable], Entry], types: list[Any], values: tuple[Any, ...]) -> Entry | None:
     try:
         return cache((tuple(types), values, *map(type, values)))
     except TypeError:
@@ -78,11 +75,8 @@ def _entry(cache: Callable[[Hashable], Entry], types: list[Any], values: tuple[A
 
 
 def find_on_one_device(request: Request, operands: Sequence[Any], *static: Any) -> Entry | None:
-    """Returns the cache's entry for an einsum of these operands; a new entry is empty. None unless `is_on_one_device`,
-    with arguments without a hash, and in a job of several processes."""
-    if native.has_barrier or not is_on_one_device(request, operands):
-        return None
-    return _entry(kept, [(x.aval, x.sharding) for x in operands], _OF_CONTRACTIONS(request) + static)
+    """Returns the entry of `look_up` for an einsum of these operands; None also unless `is_on_one_device`."""
+    return look_up(request, dict(enumerate(operands)), *static) if is_on_one_device(request, operands) else None
 
 
 def is_on_one_device(request: Request, operands: Sequence[Any]) -> bool:
@@ -116,7 +110,4 @@ _PLAIN = (float, int, complex, type(None))
 # The fields of a request that are the same for all operands of the same types.
 _OPTIONS = operator.itemgetter(
     *(i for i, name in enumerate(Request._fields) if name not in ("a", "b", "c", "epilog_inputs"))
-)
-_OF_CONTRACTIONS = operator.attrgetter(
-    "function", "precision", "preferred_element_type", *ContractionOptions.__annotations__
 )

@@ -53,9 +53,9 @@ class Placement:
         return tuple(self.mesh.shape.items()) if self.mesh is not None else ()
 
 
-def partition_spec(dims: Dims) -> P:
-    """Returns the PartitionSpec of these axes: the inverse of `shardings.to_dims`."""
-    return P(*(dim or None for dim in dims))
+def partition_spec(dims: Dims, unreduced: Dim = ()) -> P:
+    """Returns the PartitionSpec of these axes, the inverse of `shardings.to_dims`, and of the axes of deferred sums."""
+    return P(*(dim or None for dim in dims), unreduced=set(unreduced))
 
 
 def constrained(outputs: Operands, sharding: NamedSharding | None) -> Operands:
@@ -254,11 +254,7 @@ def _check_mesh(argument: str, given: Any, mesh: options.Mesh | None) -> None:
 
 
 def _sharded(
-    mesh: options.Mesh,
-    is_explicit: bool,
-    dims: tuple[Dims, Dims],
-    out_sharding: Any,
-    out_shape: Shape,
+    mesh: options.Mesh, is_explicit: bool, dims: tuple[Dims, Dims], out_sharding: Any, out_shape: Shape
 ) -> Placement:
     """Returns the SHARDED placement; `dims`: the shardings of (a, b). Raises ValueError if `out_sharding` has another
     mesh or does not fit d's dimensions, but not if axes do not divide `out_shape`. Raises otherwise as `_spec` does,

@@ -60,12 +60,6 @@ class Frame:
         b = b._replace(gathers=tuple(gather._replace(narrow=types) for gather in b.gathers))
         return dataclasses.replace(self, entries=tuple((dict(self.entries) | {"b": b}).items()))
 
-    def deferred(self, axes: Dim) -> Frame:
-        """Returns the frame of a call with a d that stays unreduced over `axes`."""
-        (name, d), *results = self.outs
-        asked = self.asked and self.asked.update(unreduced=set(axes))
-        return dataclasses.replace(self, outs=((name, d.update(unreduced=set(axes))), *results), asked=asked)
-
 
 @functools.lru_cache(maxsize=4096)
 def frame_of(
@@ -83,16 +77,13 @@ def frame_of(
     the entry, and of the other results. `gathers_inside`: a and b may be gathered inside `shard_map`, so that their
     cotangents are reduce-scattered.
     """
-    arrays = (
-        ("a", given.a, plan.layout.a),
-        ("b", given.b, plan.layout.b),
-        *((name, None, dims) for name, dims in others),
-    )
+    operands = ("a", given.a, plan.layout.a), ("b", given.b, plan.layout.b)
+    arrays = *operands, *((name, None, dims) for name, dims in others)
     gathered = plan.layout if gathers_inside else None
     # All ranks that gather an operand compute the same sums of it, so the sums do not vary over these axes.
     summed = [name for name in "ab" if f"bgrad{name}" in dict(results)]
-    made = frame(where, arrays, gathered, (("d", plan.layout.d), *results), given.d, summed=summed)
-    return made.deferred(plan.unreduced) if plan.unreduced else made
+    outs = ("d", plan.layout.d), *results
+    return frame(where, arrays, gathered, outs, given.d, plan.unreduced, summed=summed)
 
 
 def frame(
@@ -101,20 +92,22 @@ def frame(
     layout: Iterable[Dims] | None,
     outs: tuple[tuple[str, Dims], ...],
     asked: Dims,
+    unreduced: Dim,
     *,
     summed: Collection[str] = (),
 ) -> Frame:
-    """Returns a call's frame. `arrays`: (name, sharding before, sharding inside). `outs`: the results, d first, and
-    `asked`: the sharding of d that the caller wants. `layout`: the shardings of the call's arrays inside. With it,
-    arrays with a sharding before may be gathered inside. All other arrays enter in the sharding inside. All ranks that
-    gather an array in `summed` compute the same from it."""
+    """Returns a call's frame. `arrays`: (name, sharding before, sharding inside). `outs`: the results, d first.
+    `asked`: the sharding of d that the caller wants. `unreduced`: the axes of d's deferred sum. `layout`: the shardings
+    of the call's arrays inside. With it, arrays with a sharding before may be gathered inside. All other arrays
+    enter in the sharding inside. All ranks that gather an array in `summed` compute the same from it."""
     (mesh, is_explicit), spec, entries = where, meshes.partition_spec, []
     for name, have, want in arrays:
         dims, gathers = (want, ()) if have is None or layout is None else moves.entry(have, want, layout)
         gathers = tuple(gather._replace(varies=False) for gather in gathers) if name in summed else gathers
         entries.append((name, Entry(spec(dims), gathers, None if is_explicit or have is None else spec(have))))
-    results = tuple((name, spec(dims)) for name, dims in outs)
-    return Frame(mesh, is_explicit, tuple(entries), results, None if outs[0][1] == asked else spec(asked))
+    results = tuple((name, spec(dims, unreduced if name == "d" else ())) for name, dims in outs)
+    wanted = None if outs[0][1] == asked else spec(asked, unreduced)
+    return Frame(mesh, is_explicit, tuple(entries), results, wanted)
 
 
 def on_shards(

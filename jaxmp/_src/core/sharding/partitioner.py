@@ -215,7 +215,6 @@ def _lower(
     mesh = jax_lowering.global_mesh(ctx)
     described: dict[str, Any] = {
         "call": call,
-        "rule": sharding_rule,
         "platform": jax_lowering.platform(ctx),
         "mesh": list(mesh.shape.items()),
         "x64": bool(jax.config.read("jax_enable_x64")),
@@ -307,25 +306,4 @@ def _on_shards(described: dict[str, Any], operands: Sequence[Global], results: S
     return OnShards(*placed, described["platform"], described["x64"], name, described.get("is_in_body", False))
 
 
-def _propagated(text: str, operands: Sequence[Global]) -> Sequence[NamedSharding]:
-    """Returns the results' shardings, which follow from the operands' shardings along the indices that they share. They
-    use whole axes, because JAX accepts no parts of axes for the results of a program."""
-    described = json.loads(text)
-    mesh = _mesh_of(described)
-    _, dims = factored(mesh, operands)
-    inputs, outputs = ([x.split() for x in side.split(", ")] for side in described["rule"].split(" -> "))
-    axes: dict[str, Dim] = {}
-    for index, dim in zip(itertools.chain(*inputs), itertools.chain(*dims), strict=True):
-        axes[index] = axes.get(index) or dim
-
-    def sharding(indices: Sequence[str]) -> NamedSharding:
-        found: list[Dim] = []
-        for index in indices:
-            free = {*mesh.axis_names}.difference(*found)
-            found.append(tuple(axis for axis in axes.get(index, ()) if axis in free))
-        return NamedSharding(mesh, partition_spec(tuple(found)))
-
-    return [*map(sharding, outputs)]
-
-
-jax_partitioner.register_partitioner(TARGET, _partition, _propagated)
+jax_partitioner.register_partitioner(TARGET, _partition)

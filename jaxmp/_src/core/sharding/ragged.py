@@ -24,7 +24,7 @@ from jaxmp._src.core.contraction import moves
 from jaxmp._src.core.contraction.contraction import Contraction, Dim, Dims, Layout
 from jaxmp._src.core.lowering import decide
 from jaxmp._src.core.primitive import collectives
-from jaxmp._src.core.primitive.grouped import GroupedSpec, grouped, sizes_p, type_of
+from jaxmp._src.core.primitive.grouped import GroupedSpec, grouped, type_of
 from jaxmp._src.core.sharding.on_shards import Frame, frame, on_shards
 from jaxmp._src.core.spec.matmul_spec import accumulator
 from jaxmp._src.core.spec.refusal import InvalidValue
@@ -109,30 +109,13 @@ def bounds_of(sizes: jax.Array, offset: jax.Array | None, m: int, groups: int) -
     """Returns the first row of each group and the end of the last: of the `groups` groups from number `offset` on, or
     of all in `sizes` if `offset` is None. Groups that do not exist are empty. Sizes and their sums are clamped to
     0 ... m, and `offset` to 0 ... the number of groups."""
-
-    bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), _ends(sizes, m)])
+    # Clamped sums, because larger ones might overflow.
+    ends: jax.Array = lax.associative_scan(lambda a, b: jnp.minimum(a + b, m), _within(sizes, m))
+    bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     if offset is None:
         return bounds
     last = sizes.shape[0]
     return bounds[jnp.minimum(_within(offset, last) + jnp.arange(groups + 1, dtype=jnp.int32), last)]
-
-
-def checked(operands: Operands, m: int) -> Operands:
-    """Returns the operands, with "sizes" (if there are any) that `checkify` can check against m rows (`are_wrong`)."""
-    return operands | {"sizes": sizes_p.bind(operands["sizes"], m=m)} if "sizes" in operands else operands
-
-
-def are_wrong(sizes: jax.Array, *, m: int) -> jax.Array:
-    """True if sizes are negative or sum to more than m."""
-    wide = sizes if sizes.dtype.itemsize >= 4 else sizes.astype(jnp.int32)
-    ends = _ends(jnp.moveaxis(wide, -1, 0), m + 1)
-    return (wide < 0).any() | (ends > m).any()
-
-
-def _ends(sizes: jax.Array, most: int) -> jax.Array:
-    """Returns the cumulative sums of sizes, clamped to `most` because larger sums might overflow."""
-    ends: jax.Array = lax.associative_scan(lambda a, b: jnp.minimum(a + b, most), _within(sizes, most))
-    return ends
 
 
 def _within(x: jax.Array, most: int) -> jax.Array:
@@ -177,8 +160,8 @@ def split_call(
     operands = [
         (name, have, tuple(axes[index] for index in indices)) for name, (indices, have) in [*arrays.items()][:-1]
     ]
-    made = frame(where, operands, (tuple(axes.values()),), (("d", out),), sharded[-1][1])
-    return dataclasses.replace(call, frame=made.deferred(unreduced) if unreduced else made)
+    made = frame(where, operands, (tuple(axes.values()),), (("d", out),), sharded[-1][1], unreduced)
+    return dataclasses.replace(call, frame=made)
 
 
 def _axes_of(
@@ -259,11 +242,7 @@ def shared_axes(spec: GroupedSpec, mesh: Any, rows: Dim, groups: Dim) -> Dim:
 
 
 def _split(x: str, w: str, d: str, is_w_larger: bool, *, keeps_k: bool) -> str:
-    """Returns the index that the ranks of an axis split. `x`, `w`, `d`: the index along which it shards each, or "".
-
-    If `x` is "m", returns `d` if `w` is "n" and `d` is not "", else `w` if it is "n" or "g" and `is_w_larger`, else
-    "m". Otherwise returns `w` if it is "n" or "g", else "k" if `x` or `w` is "k" (unless `keeps_k`), else `d`.
-    """
+    """Returns the index that the ranks of an axis split. `x`, `w`, `d`: the index along which it shards each, or ""."""
     if x == "m":
         if w == "n" and d:
             return d

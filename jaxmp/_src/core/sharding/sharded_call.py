@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ from jaxmp._src.core.validation.dimension_numbers import DimensionNumbers
 from jaxmp._src.core.validation.epilog_checks import check_all_reduce, check_relu_aux
 from jaxmp._src.core.validation.result_types import Conversion
 from jaxmp._src.platform.jax_internals import jax_compat
-from jaxmp._src.platform.runtime.types import ArrayType, Operands, Shape
+from jaxmp._src.platform.runtime.types import ArrayType, Operands, Shape, is_symbolic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ class ShardedCall:
 
     def __call__(self, operands: Operands) -> Operands:
         """Returns the results by name, from shards in `shard_map`; XLA multiplies arrays with symbolic extents."""
-        if not all(isinstance(extent, int) for x in operands.values() for extent in x.shape):
+        if is_symbolic(*operands.values()):
             return _of_any_extent(self, operands)
         operands = {name: operands[name] for name in (*self.spec.names, *self.spec.traced)}
         body: Callable[[Operands], Operands] = functools.partial(bind_plan, self.plan, self.spec)
@@ -125,7 +125,7 @@ def product(
     if entry is None or given is None:
         return conversion.of_result(_result(jaxmp_call(call, operands)))
     types = tuple((name, operands[name].dtype) for name in given)
-    run = of_arrays(call, conversion, types, given.values())
+    run = of_arrays(call, conversion, types)
     entry.append(run)
     return run(*given.values())
 
@@ -277,8 +277,7 @@ def planned_call(
 
 def _takes_narrow(spec: MatmulSpec, operands: Operands) -> bool:
     """True if `comm` asks to round b before its gather, b has floats of 16 or 32 bits, and no extent is symbolic."""
-    extents = (*operands["a"].shape, *operands["b"].shape)
-    is_wide = operands["b"].dtype.name in low_precision.WIDE and all(isinstance(extent, int) for extent in extents)
+    is_wide = operands["b"].dtype.name in low_precision.WIDE and not is_symbolic(operands["a"], operands["b"])
     return any(spec.comm.narrow) and is_wide
 
 
@@ -299,16 +298,17 @@ def planned(
     shardings that the arrays have. `shares_columns`: as in `planner.Terms`."""
     (a, b), others = ab, (*spec.operand_names, *spec.output_names[1:])
     operand = low_precision.operand_type(a.dtype, b.dtype)
-
-    def terms() -> planner.Terms:
-        of_sums = matmul_spec.accumulator(operand).itemsize
-        itemsizes = a.dtype.itemsize, 0 if any(spec.comm.narrow) else b.dtype.itemsize, spec.out_dtype.itemsize, of_sums
-        keeps_result = any(SPANS.get(each) for each in others if each not in ("c", "bias"))
-        return planner.terms(given, (a.shape, b.shape, shape), mesh, itemsizes, keeps_result=keeps_result)
-
-    # No operand is gathered along k if its gradient has to be a sum in a fixed order, or it has scales along k.
-    gathers_k = not (spec.fixed_reduction_order or low_precision.is_scaled(operand))
-    return planner.plan(given, terms, gathers_k=gathers_k, shares_columns=shares_columns)
+    of_b, of_sums = 0 if any(spec.comm.narrow) else b.dtype.itemsize, matmul_spec.accumulator(operand).itemsize
+    terms = planner.Terms(
+        planner.extents_of(given, (a.shape, b.shape, shape), mesh),
+        tuple(mesh.items()),
+        (a.dtype.itemsize, of_b, spec.out_dtype.itemsize, of_sums),
+        keeps_result=any(SPANS.get(each) for each in others if each not in ("c", "bias")),
+        # No operand is gathered along k if its gradient has to be a sum in a fixed order, or it has scales along k.
+        gathers_k=not (spec.fixed_reduction_order or low_precision.is_scaled(operand)),
+        shares_columns=shares_columns,
+    )
+    return planner.plan(given, terms)
 
 
 def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
@@ -333,34 +333,19 @@ def jaxmp_call(call: Call, operands: Operands) -> Operands:
     return call(operands)
 
 
-def of_arrays(
-    call: Call, conversion: Conversion, types: tuple[tuple[str, np.dtype], ...], arrays: Iterable[Any]
-) -> Callable[..., Results]:
-    """Returns a call as a function of operands in this order, which it casts to these types as `validated` does. Unless
-    `arrays` are traced, it is compiled without jaxmp_call's static argument, which JAX would hash at every call."""
-    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
-        return _compiled(call, conversion, types)
-    return _taking(functools.partial(jaxmp_call, call), conversion, types)
-
-
-def _taking(
-    run: Callable[[Operands], Operands], conversion: Conversion, types: tuple[tuple[str, np.dtype], ...]
-) -> Callable[..., Results]:
-    """Returns `run` as a function of operands in the order of `types`, with conversions before and after it."""
+@functools.lru_cache(eager_calls.CAPACITY)
+def of_arrays(call: Call, conversion: Conversion, types: tuple[tuple[str, np.dtype], ...]) -> Callable[..., Results]:
+    """Returns a call as a jitted function of operands in the order of `types`. The function casts them to these types
+    as `validated` does. It has no static argument, which JAX would hash at every call."""
 
     def jaxmp_call(*operands: jax.Array) -> Results:
         named = {}
         for (name, dtype), x in zip(types, operands, strict=True):
             x = conversion.of(name, x)
             named[name] = x if x.dtype == dtype and name not in ("c", "bias") else x.astype(dtype)
-        return conversion.of_result(_result(run(named)))
+        return conversion.of_result(_result(call(named)))
 
-    return jaxmp_call
-
-
-@functools.lru_cache(eager_calls.CAPACITY)
-def _compiled(call: Call, conversion: Conversion, types: tuple[tuple[str, np.dtype], ...]) -> Callable[..., Results]:
-    return jax.jit(_taking(call, conversion, types))
+    return jax.jit(jaxmp_call)
 
 
 def _of_empty(

@@ -58,11 +58,7 @@ def check_each(given: Any, count: int, names: str) -> None:
 
 
 def check_dims(argument: str, dims: Dims, shape: Shape, mesh: Mapping[str, int]) -> None:
-    """Raises ValueError if an axis is used twice, or axes do not divide the shape."""
-    used = sum(dims, ())
-    if len(set(used)) != len(used):
-        axis = next(axis for axis in used if used.count(axis) > 1)
-        raise InvalidValue(f"the sharding of {argument} uses axis {axis!r} for two dimensions")
+    """Raises ValueError if axes do not divide the shape."""
     for i, (dim, extent) in enumerate(zip(dims, shape, strict=True)):
         size = math.prod(map(mesh.__getitem__, dim))
         if extent % size:

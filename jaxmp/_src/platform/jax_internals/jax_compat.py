@@ -24,11 +24,11 @@ from jax._src import xla_bridge as _xla_bridge
 from jax._src.array import ArrayImpl as ArrayImpl
 from jax._src.core import ShardingTypeError as ShardingTypeError
 from jax._src.dtypes import TypePromotionError as TypePromotionError
-from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
+from jax.extend import backend, core, source_info_util
 from jax.extend.core import Primitive as Primitive
 from jax.interpreters import batching as batching
-from jax.interpreters import xla
+from jax.interpreters import partial_eval, xla
 from jax.typing import DTypeLike
 
 from jaxmp._src.platform.jax_internals import source_lines
@@ -39,7 +39,7 @@ MINIMUM_JAX = (0, 10, 2)
 PACKAGE = str(pathlib.Path(__file__).parents[3]) + os.sep
 
 F = TypeVar("F", bound=Callable[..., Any])
-Jaxpr = _core.Jaxpr
+Jaxpr = core.Jaxpr
 
 if jax.__version_info__ < MINIMUM_JAX:
     raise ImportError(
@@ -105,12 +105,12 @@ def with_sharding(aval: jax.core.ShapedArray, mesh: Any, spec: jax.sharding.Part
 
 def without_first_dimension(aval: jax.core.ShapedArray) -> jax.core.ShapedArray:
     """Returns `aval` without its first dimension."""
-    return cast(jax.core.ShapedArray, _core.mapped_aval(aval.shape[0], 0, aval))
+    return cast(jax.core.ShapedArray, core.mapped_aval(aval.shape[0], 0, aval))
 
 
 def with_first_dimension(aval: jax.core.ShapedArray, size: int) -> jax.core.ShapedArray:
     """Returns `aval` with a dimension of `size` in front."""
-    return cast(jax.core.ShapedArray, _core.unmapped_aval(size, 0, aval))
+    return cast(jax.core.ShapedArray, core.unmapped_aval(size, 0, aval))
 
 
 def canonical_dtype(value: DTypeLike, where: str) -> np.dtype:
@@ -147,7 +147,7 @@ axis_env: Callable[[], Any] = _core.get_axis_env
 
 def is_jit_disabled() -> bool:
     """True under `jax.disable_jit`."""
-    return bool(_config.disable_jit.value)
+    return bool(cast(Any, jax.config).jax_disable_jit)
 
 
 def is_vma_checked() -> bool:
@@ -186,17 +186,16 @@ def as_traced(rule: F) -> F:
     return cast(F, run)
 
 
-def subjaxprs(params: dict[str, Any]) -> Iterable[Jaxpr]:
-    """Yields the jaxprs among an equation's parameters."""
-    return _core.jaxprs_in_params(params)
+# (parameters of an equation) -> the jaxprs among them.
+subjaxprs: Callable[[dict[str, Any]], Iterable[Jaxpr]] = core.jaxprs_in_params
 
 
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
     """Returns `jaxpr` without equations and operands that no output needs, also in the jaxprs that it calls."""
-    return _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
-def scan_counts(eqn: _core.JaxprEqn) -> tuple[int, int]:
+def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
     """Returns (number of constants, number of carried values) of a scan; its scanned operands follow them."""
     if "ft_in" not in eqn.params:  # JAX before 0.12
         return eqn.params["num_consts"], eqn.params["num_carry"]
@@ -218,8 +217,8 @@ def ambient_mesh() -> jax.sharding.Mesh | None:
 
 def default_platform() -> str:
     """Returns the default platform of lowering: "cuda" if `jax.default_backend` says "gpu". Starts the backend."""
-    backend = _xla_bridge.get_backend()
-    return str(getattr(backend, "_raw_platform", backend.platform))
+    client = backend.get_backend()
+    return str(getattr(client, "_raw_platform", client.platform))
 
 
 def off_explicit_mesh() -> contextlib.AbstractContextManager[Any]:
@@ -235,7 +234,7 @@ def off_explicit_mesh() -> contextlib.AbstractContextManager[Any]:
 
 _SOURCES = str(pathlib.Path(__file__).parents[2])  # jaxmp/_src
 _traceback_util.register_exclusion(_SOURCES)
-_source_info_util.register_exclusion(_SOURCES + os.sep)
+source_info_util.register_exclusion(_SOURCES + os.sep)
 
 
 def hides_frames(fn: F) -> F:
@@ -246,7 +245,7 @@ def hides_frames(fn: F) -> F:
     return _traceback_util.api_boundary(fn)
 
 
-def traced_line(eqn: _core.JaxprEqn) -> str:
+def traced_line(eqn: core.JaxprEqn) -> str:
     """Returns the line of the user's program at which an equation was traced, "train.py:41"; "" if it is unknown.
 
     Files of jaxmp and JAX are skipped. Files of libraries of layers are skipped if another file calls them.

@@ -105,7 +105,7 @@ def _in_one_process(rule: LoweringRule) -> LoweringRule:
 def lowering_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | None:
     """Returns the mesh of the shard_map being lowered, or else of `jax.set_mesh`; None if no devices are known."""
     axes = ctx.module_context.axis_context
-    mesh = axes.mesh if isinstance(axes, _sharding_impls.SPMDAxisContext) else None
+    mesh = axes.mesh if isinstance(axes, mlir.SPMDAxisContext) else None
     return mesh if isinstance(mesh, jax.sharding.Mesh) else ambient_mesh()
 
 
@@ -144,7 +144,7 @@ def is_on_shards(ctx: LoweringContext) -> bool:
 def manual_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
     """Returns the mesh of the shard_map around a lowering rule if it is over every axis, else None."""
     axes = ctx.module_context.axis_context
-    if not isinstance(axes, _sharding_impls.SPMDAxisContext) or set(axes.manual_axes) != set(axes.mesh.axis_names):
+    if not isinstance(axes, mlir.SPMDAxisContext) or set(axes.manual_axes) != set(axes.mesh.axis_names):
         return None
     return axes.mesh
 

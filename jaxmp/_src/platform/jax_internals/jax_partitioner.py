@@ -13,7 +13,6 @@ import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import custom_partitioning_sharding_rule as _sharding_rule
-from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import mlir as _mlir
 from jax.interpreters import mlir
@@ -81,15 +80,11 @@ def partitioned_call(
     return cast(Sequence[Any], call.results)
 
 
-def register_partitioner(
-    target: str,
-    partition: Callable[[str, Sequence[Global], Sequence[Global]], OnShards],
-    propagated: Callable[[str, Sequence[Global]], Sequence[jax.sharding.NamedSharding]],
-) -> None:
+def register_partitioner(target: str, partition: Callable[[str, Sequence[Global], Sequence[Global]], OnShards]) -> None:
     """Makes XLA's partitioner ask `partition(text, operands, results)` about every custom call of `target` in any
-    program of this process. GSPMD does not read sharding rules, so it first asks `propagated(text, operands)` for the
-    shardings of results. The partitioner may ask on any thread, and about programs that this process has not traced. If
-    `propagated` raises, results count as replicated. If `partition` raises, the compilation fails."""
+    program of this process. GSPMD, which does not read sharding rules, propagates no shardings to the results. The
+    partitioner may ask on any thread, and about programs that this process has not traced. If `partition` raises, the
+    compilation fails."""
 
     def ask(arg_shapes: Any, arg_shardings: Any, result_shape: Any, result_sharding: Any, text: bytes) -> Any:
         is_tuple = result_shape.is_tuple()
@@ -107,14 +102,10 @@ def register_partitioner(
         return sharding
 
     def infer(arg_shapes: Any, arg_shardings: Any, result_shape: Any, text: bytes) -> Any:
-        shapes = result_shape.tuple_shapes() if result_shape.is_tuple() else [result_shape]
-        try:
-            found = propagated(text.decode(), list(map(_global, arg_shapes, arg_shardings)))
-            shardings = [x._to_xla_hlo_sharding(len(like.dimensions())) for x, like in zip(found, shapes, strict=True)]
-        except Exception:  # an exception here would end the process; `ask` can raise
-            shardings = [_xla_client.HloSharding.replicate()] * len(shapes)
-        tupled = _xla_client.HloSharding.tuple_sharding
-        return tupled(result_shape, shardings) if result_shape.is_tuple() else shardings[0]
+        whole = _xla_client.HloSharding.replicate()
+        if not result_shape.is_tuple():
+            return whole
+        return _xla_client.HloSharding.tuple_sharding(result_shape, [whole] * len(result_shape.tuple_shapes()))
 
     register = functools.partial(
         _xla_client.register_custom_call_partitioner,
@@ -185,6 +176,6 @@ def _lowered_on_shards(
             name=call.name,
             platforms=[call.platform],
             backend=None,
-            axis_context=_sharding_impls.SPMDAxisContext(mesh, frozenset(mesh.axis_names)),
+            axis_context=mlir.SPMDAxisContext(mesh, frozenset(mesh.axis_names)),
         )
-    return _mlir.module_to_bytecode(module)
+    return mlir.module_to_bytecode(module)

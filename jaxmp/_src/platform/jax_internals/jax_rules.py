@@ -14,10 +14,10 @@ from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import checkify as _checkify
 from jax._src import core as _core
 from jax._src import shard_map as _shard_map
-from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.interpreters import remat as _remat
 from jax._src.lax import parallel as _parallel
+from jax.extend import source_info_util
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
@@ -43,28 +43,11 @@ def register_nan_checks(primitives: Iterable[Primitive]) -> None:
     by_jaxmp = types.SimpleNamespace(name="jaxmp", multiple_results=True, bind=shard_map_p.bind)
 
     def check_shard_map(*args: Any, **params: Any) -> Any:
-        if not _is_traced_by_jaxmp(_source_info_util.current().traceback):
+        if not _is_traced_by_jaxmp(source_info_util.current().traceback):
             return by_user(*args, **params)
         return _checkify.nan_error_check(by_jaxmp, *args, **shard_map_p.get_bind_params(params))
 
     _checkify.error_checks[shard_map_p] = check_shard_map
-
-
-def register_checks(primitive: Primitive, are_wrong: Callable[..., jax.Array], message: str) -> None:
-    """Makes `checkify` report `message` for an equation of `primitive` if the user has asked for user checks and
-    `are_wrong(*operands, **params)`, a scalar, is true. `message` shows the first operand as {}."""
-
-    nahead = int(hasattr(_checkify, "CheckifyContext"))  # since JAX 0.12 rules have a context
-    assert_func: Any = _checkify.assert_func
-
-    def check(*args: Any, **params: Any) -> Any:
-        context, (error, enabled, *operands) = args[:nahead], args[nahead:]
-        if _checkify.FailedCheckError in enabled:
-            failed = _checkify.FailedCheckError(_checkify.get_traceback(), message, operands[0])
-            error = assert_func(*context, error, are_wrong(*operands, **params), failed)
-        return error, primitive.bind(*operands, **params)
-
-    _checkify.error_checks[primitive] = check
 
 
 def _is_traced_by_jaxmp(traceback: Any) -> bool:

@@ -8,28 +8,28 @@ import contextvars
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
 from jax._src import api_util as _api_util
 from jax._src import core as _core
 from jax._src import linear_util as _lu
-from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters import partial_eval as _pe
-from jax._src.lax import lax as _lax
 from jax._src.lax import parallel as _parallel
 from jax._src.named_sharding import UnspecifiedValue as _UnspecifiedValue
 from jax._src.state.types import AbstractRef as _AbstractRef
+from jax.extend import core, source_info_util
+from jax.interpreters import partial_eval
 
-from jaxmp._src.platform.jax_internals.jax_compat import is_jit_disabled, varying_axes, with_64_bits_of
+from jaxmp._src.platform.jax_internals.jax_compat import convert, is_jit_disabled, varying_axes, with_64_bits_of
 
-Jaxpr = _core.Jaxpr
+Jaxpr = core.Jaxpr
 
 
 def is_literal(v: Any) -> bool:
     """True if an operand of an equation is a constant instead of a variable."""
-    return isinstance(v, _core.Literal)
+    return isinstance(v, core.Literal)
 
 
 def is_unspecified(sharding: Any) -> bool:
@@ -39,15 +39,15 @@ def is_unspecified(sharding: Any) -> bool:
 
 def is_jaxpr(value: Any) -> bool:
     """True if an equation's parameter is a jaxpr, with or without its constants."""
-    return isinstance(value, (_core.Jaxpr, getattr(_core, "ClosedJaxpr", _core.Jaxpr)))
+    return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
     """Returns (a jaxpr, its constants). From JAX 0.12 on they are one object."""
-    return (jaxpr, getattr(jaxpr, "consts", ())) if isinstance(jaxpr, _core.Jaxpr) else (jaxpr.jaxpr, jaxpr.consts)
+    return (jaxpr, getattr(jaxpr, "consts", ())) if isinstance(jaxpr, core.Jaxpr) else (jaxpr.jaxpr, jaxpr.consts)
 
 
-def source_file(eqn: _core.JaxprEqn) -> str:
+def source_file(eqn: core.JaxprEqn) -> str:
     """Returns the file with the function of a `jit`, `shard_map` or `scan`. "" for other equations, and if JAX does not
     know it."""
     jaxpr = eqn.params.get("jaxpr")
@@ -55,7 +55,7 @@ def source_file(eqn: _core.JaxprEqn) -> str:
     return info.func_filename or "" if info else ""
 
 
-def has_effects(eqn: _core.JaxprEqn) -> bool:
+def has_effects(eqn: core.JaxprEqn) -> bool:
     """True if an equation has side effects. JAX also counts the use of a named axis as an effect; this does not."""
     return any(not isinstance(effect, _core.NamedAxisEffect) for effect in eqn.effects)
 
@@ -67,14 +67,14 @@ def has_state(jaxpr: Jaxpr) -> bool:
     return has_refs or any(getattr(effect, "name", None) not in known for effect in jaxpr.effects)
 
 
-def without_start(eqn: _core.JaxprEqn) -> _core.JaxprEqn | None:
+def without_start(eqn: core.JaxprEqn) -> core.JaxprEqn | None:
     """Returns the collective of an equation that starts one (`lax.psum_scatter_start`); None for any other equation."""
     name = eqn.primitive.name.removesuffix("_start")
     primitive = None if name == eqn.primitive.name else getattr(_parallel, f"{name}_p", None)
     return primitive and eqn.replace(primitive=primitive)
 
 
-def needed(equations: Sequence[_core.JaxprEqn], results: Sequence[Any]) -> list[_core.JaxprEqn]:
+def needed(equations: Sequence[core.JaxprEqn], results: Sequence[Any]) -> list[core.JaxprEqn]:
     """Returns the equations that `results` need or that have effects, and what these need, in order."""
     read_later = {v for v in results if not is_literal(v)}
     kept = []
@@ -85,21 +85,18 @@ def needed(equations: Sequence[_core.JaxprEqn], results: Sequence[Any]) -> list[
     return kept[::-1]
 
 
-def variables(eqn: _core.JaxprEqn) -> list[Any]:
+def variables(eqn: core.JaxprEqn) -> list[Any]:
     """Returns the operands of an equation that are no constants."""
     return [v for v in eqn.invars if not is_literal(v)]
 
 
-def inlined(jaxpr: Any, body_of: Callable[[_core.JaxprEqn], Any]) -> tuple[Jaxpr, dict[Any, Any]]:
+def inlined(jaxpr: Any, body_of: Callable[[core.JaxprEqn], Any]) -> tuple[Jaxpr, dict[Any, Any]]:
     """Returns (`jaxpr` with each equation replaced by the equations of the jaxpr `body_of(eqn)`, and so on within them;
     the value of each constant by its variable). An equation stays as it is if `body_of` returns None. The new jaxpr
     has the inputs and constvars of `jaxpr`; only the dict has the constants of the other jaxprs."""
     opened, consts = open_jaxpr(jaxpr)
-    constants, equations, new_variable = (
-        dict(zip(opened.constvars, consts, strict=True)),
-        list[Any](),
-        cast(Any, _core.Var),
-    )
+    constants, equations = dict(zip(opened.constvars, consts, strict=True)), list[Any]()
+    new_variable: Any = core.Var
 
     def write_out(jaxpr: Jaxpr, names: dict[Any, Any]) -> list[Any]:
         for eqn in jaxpr.eqns:
@@ -123,17 +120,15 @@ def array_of(v: Any, values: Mapping[Any, Any]) -> Any:
     """Returns `values[v]` for a variable, and for a literal an array of its type, weak or not."""
     if not is_literal(v):
         return values[v]
-    return _lax._convert_element_type(v.val, v.aval.dtype, weak_type=v.aval.weak_type)
+    return convert(v.val, v.aval.dtype, v.aval.weak_type)
 
 
 def trace(
-    fn: Callable[..., Sequence[Any]],
-    avals: Sequence[jax.core.AbstractValue],
-    debug_info: _core.DebugInfo | None = None,
+    fn: Callable[..., Sequence[Any]], avals: Sequence[jax.core.AbstractValue], debug_info: core.DebugInfo | None = None
 ) -> tuple[Jaxpr, Sequence[Any]]:
     """Returns the jaxpr of a function of arrays of these types, and its constants."""
     debug_info = debug_info or _api_util.debug_info("jaxmp", fn, avals, {})
-    jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(_lu.wrap_init(fn, debug_info=debug_info), list(avals))
+    jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(_lu.wrap_init(fn, debug_info=debug_info), list(avals))
     return jaxpr, consts
 
 
@@ -141,7 +136,7 @@ _ARRAY = object()  # stands for an array in the results of a traced function
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | _core.Tracer)
+    return isinstance(x, jax.Array | jax.core.Tracer)
 
 
 class Traced:
@@ -188,33 +183,33 @@ def manual_axes() -> frozenset[str]:
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-_as_equation: contextvars.ContextVar[_core.JaxprEqn | None] = contextvars.ContextVar("as_equation", default=None)
+_as_equation: contextvars.ContextVar[core.JaxprEqn | None] = contextvars.ContextVar("as_equation", default=None)
 
 
-def traced_as(eqn: _core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+def traced_as(eqn: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
     """Traces as `eqn` from now until the returned context is left: with the line, name stack and mesh of `eqn`, and
     with 64-bit types if `eqn` has any. `equation_in_place` then returns `eqn`."""
     stack = contextlib.ExitStack()
-    names = _source_info_util.current_name_stack() + eqn.source_info.name_stack
-    stack.enter_context(_source_info_util.user_context(eqn.source_info.traceback, name_stack=names))
+    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    stack.enter_context(source_info_util.user_context(eqn.source_info.traceback, name_stack=names))
     stack.enter_context(eqn.ctx.manager)
     stack.callback(_as_equation.reset, _as_equation.set(eqn))
     stack.enter_context(with_64_bits_of(v.aval for v in (*eqn.invars, *eqn.outvars)))
     return stack
 
 
-def equation_in_place() -> _core.JaxprEqn | None:
+def equation_in_place() -> core.JaxprEqn | None:
     """Returns the equation of the innermost `traced_as` context, or None."""
     return _as_equation.get()
 
 
-def evaluate(eqn: _core.JaxprEqn, operands: Sequence[Any], **params: Any) -> Sequence[Any]:
+def evaluate(eqn: core.JaxprEqn, operands: Sequence[Any], **params: Any) -> Sequence[Any]:
     """Returns the results of an equation, with some of its parameters replaced. Skips a `pvary` of an operand that
     varies already, as results of jaxmp's calls may where JAX's types do not say so. Skips an eager `reshard` from no
     mesh to automatic axes, because JAX's cache of eager calls keeps that mesh's type."""
     if eqn.primitive.name == "reshard" and _core.trace_ctx.trace is _core.eval_trace:
         is_auto = jax.sharding.AxisType.Explicit not in eqn.params["dst_sharding"].mesh.axis_types
-        if is_auto and _core.typeof(operands[0]).sharding.mesh.empty:
+        if is_auto and jax.typeof(operands[0]).sharding.mesh.empty:
             return operands
     if eqn.primitive.name == "pvary" and varying_axes(operands[0]).issuperset(eqn.params["axes"]):
         return operands
@@ -223,7 +218,7 @@ def evaluate(eqn: _core.JaxprEqn, operands: Sequence[Any], **params: Any) -> Seq
     return results if eqn.primitive.multiple_results else [results]
 
 
-def implementation(eqn: _core.JaxprEqn) -> Callable[..., Sequence[Any]] | None:
+def implementation(eqn: core.JaxprEqn) -> Callable[..., Sequence[Any]] | None:
     """Returns the function that implements a primitive of another library, with the parameters of an equation. Returns
     None for primitives of JAX and jaxmp."""
     impl: Any = eqn.primitive.impl
@@ -238,23 +233,23 @@ def implementation(eqn: _core.JaxprEqn) -> Callable[..., Sequence[Any]] | None:
 
 
 def evaluate_each(
-    equations: Sequence[_core.JaxprEqn],
+    equations: Sequence[core.JaxprEqn],
     values: dict[Any, Any],
-    value_of: Callable[[_core.Literal], Any] = operator.attrgetter("val"),
+    value_of: Callable[[core.Literal], Any] = operator.attrgetter("val"),
 ) -> None:
     """Evaluates equations on `values`, and `value_of` for literals, and adds their results to `values`."""
     for eqn in equations:
-        operands = [value_of(v) if isinstance(v, _core.Literal) else values[v] for v in eqn.invars]
+        operands = [value_of(v) if isinstance(v, core.Literal) else values[v] for v in eqn.invars]
         with traced_as(eqn):
             values |= zip(eqn.outvars, evaluate(eqn, operands), strict=True)
 
 
-def is_plain(eqn: _core.JaxprEqn) -> bool:
+def is_plain(eqn: core.JaxprEqn) -> bool:
     """True if an equation has no effects and no jaxpr among its parameters."""
-    return not eqn.effects and not (eqn.params and any(True for _ in _core.jaxprs_in_params(eqn.params)))
+    return not eqn.effects and not (eqn.params and any(True for _ in core.jaxprs_in_params(eqn.params)))
 
 
-def evaluate_plain(equations: Sequence[_core.JaxprEqn], outputs: Sequence[Any], values: dict[Any, Any]) -> None:
+def evaluate_plain(equations: Sequence[core.JaxprEqn], outputs: Sequence[Any], values: dict[Any, Any]) -> None:
     """Evaluates equations that are `is_plain` on `values`, and adds at least the results in `outputs` to `values`. If
     the caller is being transformed, for example differentiated, the equations become one jitted function that equal
     equations share, so that JAX differentiates it once, like functions of `jax.numpy`. Each equation runs alone if a
@@ -278,9 +273,9 @@ def _is_hashable(x: Any) -> bool:
 class _Segment:
     """Consecutive equations. Segments with the same primitives, parameters and links between them are equal."""
 
-    def __init__(self, equations: Sequence[_core.JaxprEqn], outputs: Sequence[Any]) -> None:
+    def __init__(self, equations: Sequence[core.JaxprEqn], outputs: Sequence[Any]) -> None:
         self.equations, self.outputs = equations, outputs
-        read = (v for eqn in equations for v in eqn.invars if not isinstance(v, _core.Literal))
+        read = (v for eqn in equations for v in eqn.invars if not isinstance(v, core.Literal))
         made = {v for eqn in equations for v in eqn.outvars}
         self.inputs = [v for v in dict.fromkeys(read) if v not in made]
 
@@ -289,7 +284,7 @@ class _Segment:
         numbers: dict[Any, int] = {}  # by variable
 
         def number(v: Any) -> Any:
-            return _Constant(v) if isinstance(v, _core.Literal) else numbers.setdefault(v, len(numbers))
+            return _Constant(v) if isinstance(v, core.Literal) else numbers.setdefault(v, len(numbers))
 
         key = [
             (
@@ -317,7 +312,7 @@ def _evaluate_segment(segment: _Segment, *operands: Any) -> list[Any]:
 class _Constant:
     """A literal that compares by its type and value."""
 
-    def __init__(self, literal: _core.Literal) -> None:
+    def __init__(self, literal: core.Literal) -> None:
         aval: Any = literal.aval
         value = np.asarray(literal.val)  # an array may belong to another mesh
         self.value = value.item() if aval.weak_type else value
@@ -331,7 +326,7 @@ class _Constant:
 
 
 def evaluate_with_body(
-    eqn: _core.JaxprEqn,
+    eqn: core.JaxprEqn,
     operands: Sequence[Any],
     body: Callable[..., Any],
     rewritten: Callable[[Callable[..., Any]], Callable[..., Any]],

@@ -62,10 +62,7 @@ INSTRUCTION_SETS = (
 LOG_TOPICS = ("plan", "backend", "distributed", "cublasmp")
 # Variables that launchers set in the processes that they start: (rank, size).
 _LAUNCHERS = {
-    "mpi": (
-        ("PMI_RANK", "PMI_SIZE"),
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ),
+    "mpi": (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")),
     "slurm": (("SLURM_PROCID", "SLURM_NTASKS"),),
 }
 

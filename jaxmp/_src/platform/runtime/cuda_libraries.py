@@ -96,7 +96,7 @@ def _find_nccl(roots: Iterable[Path]) -> str:
             f"this process has loaded two NCCLs, {loaded[0]} and {loaded[1]}; a communicator of one does not work "
             "in the other: take one of them off LD_LIBRARY_PATH and LD_PRELOAD, or uninstall it"
         )
-    if loaded and wheel and not _is_same_file(loaded[0], wheel):
+    if loaded and wheel and os.path.realpath(loaded[0]) != os.path.realpath(wheel):
         raise RuntimeError(
             f"this process has loaded NCCL from {loaded[0]}, but cuBLASMp would use {wheel}, and one process takes one "
             f"NCCL; take {os.path.dirname(loaded[0])} off LD_LIBRARY_PATH and LD_PRELOAD, or uninstall what loads it"
@@ -107,13 +107,6 @@ def _find_nccl(roots: Iterable[Path]) -> str:
 def _first_file(roots: Iterable[Path], folder: str, name: str) -> str:
     paths = (root / folder / name for root in roots)
     return next((str(path) for path in paths if path.is_file()), "")
-
-
-def _is_same_file(path: str, other: str) -> bool:
-    try:
-        return os.path.samefile(path, other)
-    except OSError:  # for example replaced since it was loaded
-        return False
 
 
 def mapped_files(prefix: str) -> list[str]:

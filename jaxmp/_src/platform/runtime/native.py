@@ -11,6 +11,7 @@ import glob
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import logging
 import os
 import sys
@@ -104,15 +105,6 @@ def card_capability() -> tuple[int, int] | None:
     everywhere = cuda_devices()[0].client.devices()
     versions = [device.compute_capability.split(".") for device in everywhere]
     return min((int(major), int(minor)) for major, minor in versions)
-
-
-def card_multiprocessors() -> int | None:
-    """Returns the smallest number of multiprocessors of all CUDA devices of the job; None without devices, if one
-    does not report it, or before JAX's backend starts."""
-    if not has_cuda_devices():
-        return None
-    counts: list[int] = [getattr(device, "core_count", 0) for device in cuda_devices()[0].client.devices()]
-    return min(counts) or None
 
 
 def _devices(platform: str) -> list[Any]:
@@ -308,12 +300,7 @@ def _limit_instruction_set(module: Any) -> None:
 
 def _release(version: str) -> tuple[int, ...]:
     """Returns the leading numbers of a version: (0, 10, 2) for "0.10.2.dev5"."""
-    numbers = []
-    for part in version.split("."):
-        if not part.isdecimal():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+    return tuple(int(part) for part in itertools.takewhile(str.isdecimal, version.split(".")))
 
 
 def _blas_path() -> str:
