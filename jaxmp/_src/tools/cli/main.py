@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
-from types import ModuleType
+from collections.abc import Sequence
 
 from jaxmp._src.tools.cli import accept, advise, bench, explain, info, selftest
 from jaxmp._src.tools.cli.output import CommandError
 
-# Exit statuses: what was checked holds, it does not, and it could not be checked.
-GOOD, BROKEN, UNABLE, INTERRUPTED = 0, 1, 2, 130
-
-_COMMANDS: Mapping[str, tuple[ModuleType, str]] = {
+_COMMANDS = {
     "info": (info, "versions, processor, BLAS, devices, libraries, and which implementation serves a product here"),
     "selftest": (selftest, "check placement, rounding and every promise about bits on this machine"),
     "accept": (accept, "prove cuBLASMp on a node with GPUs: one table, one JSON file"),
@@ -34,19 +30,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(_COMMANDS[options.command][0].run(options))
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return 130
     except BrokenPipeError:  # the reader, `head` for one, has seen enough
         sys.stderr.close()
-        return GOOD
+        return 0
     except CommandError as error:
         message = str(error)
     except Exception as error:
         if options.traceback:
             raise
-        first = next(iter(str(error).splitlines()), "")
-        message = f"{type(error).__name__}: {first} (--traceback shows where)"
+        message = next(iter(str(error).splitlines()), "")
+        own = f"{options.command}: "  # a refusal by the public function of the same name
+        if not message.startswith(own):
+            message = f"{type(error).__name__}: {message} (--traceback shows where)"
+        message = message.removeprefix(own)
     print(f"jaxmp {options.command}: {message}", file=sys.stderr)
-    return UNABLE
+    return 2
 
 
 def _parser() -> argparse.ArgumentParser:
