@@ -37,6 +37,11 @@ def put(mesh, x, *spec):
     return jax.device_put(x, NamedSharding(mesh, P(*spec)))
 
 
+def audit_meshes(mesh, program, *arrays):
+    with jax.set_mesh(mesh):
+        return audit(program, vary="mesh")(*arrays)
+
+
 # Batches ---------------------------------------------------------------------------------------------------------
 
 
@@ -198,8 +203,7 @@ def sums(x):
 
 def test_sums_over_shards_are_named_and_nothing_else(mesh_of, rng):
     mesh = mesh_of({"x": 4})
-    with jax.set_mesh(mesh):
-        found = audit(sums, vary="mesh")(put(mesh, normal(rng, 8, 4096), None, "x"))
+    found = audit_meshes(mesh, sums, put(mesh, normal(rng, 8, 4096), None, "x"))
     assert (found.reference, found.variants) == ("x=1", ("x=2", "x=4"))
     assert {row.operation for row in found.rows} == {"reduce_sum"}
     first, second = (f"test_audit.py:{sums.__code__.co_firstlineno + i}" for i in (2, 3))
@@ -213,9 +217,8 @@ def test_sums_over_shards_are_named_and_nothing_else(mesh_of, rng):
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_elementwise_programs_name_nothing(kind, mesh_of, rng):
     mesh = mesh_of({"x": 2, "y": 2}, kind)
-    with jax.set_mesh(mesh):
-        program = lambda x, y: jax.nn.gelu(x) * y  # noqa: E731
-        found = audit(program, vary="mesh")(put(mesh, normal(rng, 8, 64), "x", "y"), put(mesh, normal(rng, 8, 64)))
+    x, y = put(mesh, normal(rng, 8, 64), "x", "y"), put(mesh, normal(rng, 8, 64))
+    found = audit_meshes(mesh, lambda x, y: jax.nn.gelu(x) * y, x, y)
     assert (found.reference, found.variants) == ("1 device (x=1 x y=1)", ("4 devices (x=2 x y=2)",))
     assert (found.rows, found.outputs, found.uncompared) == ((), (), ())
     assert found.compared > 5
@@ -263,10 +266,8 @@ def test_a_program_that_is_another_on_each_mesh_is_named(mesh_of, rng):
             x = (x + 1.0) - 1.0 if change else jax.sharding.reshard(x, P())
         return jnp.sin(x * 2.0)
 
-    with jax.set_mesh(mesh):
-        x = put(mesh, normal(rng, 8, 16), "x")
-        (row,) = audit(program, vary="mesh")(x, True).rows
-        moved = audit(program, vary="mesh")(x, False)
+    x = put(mesh, normal(rng, 8, 16), "x")
+    (row,), moved = audit_meshes(mesh, program, x, True).rows, audit_meshes(mesh, program, x, False)
     assert (row.operation, row.kind, row.difference.elements) == ("sub", "other equations", 128)
     assert (moved.rows, moved.outputs) == ((), ())
 
@@ -298,8 +299,7 @@ def loss_of_layers(weights, x, **options):
 def test_what_devices_keep_for_a_gradient_may_lie_in_their_order(loss, activation, ndim, mesh_of, rng):
     mesh = mesh_of({"x": 4})
     program = functools.partial(loss, activation=activation, determinism="topology")
-    with jax.set_mesh(mesh):
-        found = audit(jax.grad(program, (0, 1)), vary="mesh")(*sequence_parallel(mesh, rng, ndim))
+    found = audit_meshes(mesh, jax.grad(program, (0, 1)), *sequence_parallel(mesh, rng, ndim))
     assert (found.rows, found.uncompared, found.outputs) == ((), (), ())
 
 
@@ -307,8 +307,7 @@ def test_gradients_summed_in_the_order_of_devices_are_named(mesh_of, rng):
     """The gradient is reported by its difference, not by the order of its rows. Forward, small integers are exact."""
     mesh = mesh_of({"x": 4})
     program = jax.grad(functools.partial(loss_of_linear, activation="gelu"))
-    with jax.set_mesh(mesh):
-        found = audit(program, vary="mesh")(*jax.tree.map(jnp.round, sequence_parallel(mesh, rng)))
+    found = audit_meshes(mesh, program, *jax.tree.map(jnp.round, sequence_parallel(mesh, rng)))
     (row,) = found.rows
     assert (row.kind, row.variants) == ("product", ("x=2", "x=4"))
     assert row.shapes[-1] == (24, 32)
@@ -330,9 +329,8 @@ def test_a_difference_in_device_order_has_its_numbers(mesh_of, rng):
         specs = (P(None, None, "x"), P("x", None))
         return jnp.sum(jax.sharding.reshard(jax.shard_map(local, in_specs=specs, out_specs=P(None, "x"))(x, w), P()))
 
-    with jax.set_mesh(mesh):
-        x, w = put(mesh, normal(rng, 4, 8, 512), None, None, "x"), put(mesh, normal(rng, 512, 24) / 16, "x", None)
-        (row,) = audit(jax.grad(loss), vary="mesh")(x, w).rows
+    x, w = put(mesh, normal(rng, 4, 8, 512), None, None, "x"), put(mesh, normal(rng, 512, 24) / 16, "x", None)
+    (row,) = audit_meshes(mesh, jax.grad(loss), x, w).rows
     assert (row.operation, row.kind) == ("shard_map", "whole")
     assert 0 < row.difference.absolute < 1e-4
 
@@ -347,8 +345,7 @@ def test_shards_that_should_be_copies_are_compared(mesh_of):
 
         return jax.shard_map(local, in_specs=P(), out_specs=P(), check_vma=False)(x)
 
-    with jax.set_mesh(mesh):
-        (row,) = audit(program, vary="mesh")(put(mesh, np.ones(4, np.float32))).rows
+    (row,) = audit_meshes(mesh, program, put(mesh, np.ones(4, np.float32))).rows
     assert (row.operation, row.kind) == ("shard_map", "whole")
     assert (row.difference.ulps, row.difference.elements) == (1, 4)
 
@@ -361,11 +358,9 @@ X = np.ones((8, 2), np.float32)
 def test_arrays_are_arguments_and_known(mesh_of):
     with pytest.raises(TypeError, match="call it outside of jit"):
         jax.jit(lambda x: audit(jnp.sin)(x).compared)(X)
-    mesh = mesh_of({"x": 2})
-    with jax.set_mesh(mesh):
-        x, hidden = put(mesh, X, "x"), put(mesh, X, "x")
-        with pytest.raises(ValueError, match=r"cannot be traced on the mesh \{'x': 1\}; it has to take every array"):
-            audit(lambda x: x + hidden, vary="mesh")(x)
+    x = put(mesh := mesh_of({"x": 2}), X, "x")
+    with pytest.raises(ValueError, match=r"cannot be traced on the mesh \{'x': 1\}; it has to take every array"):
+        audit_meshes(mesh, lambda y: x + y, x)
 
 
 def test_the_old_form_warns_and_keywords_are_arguments(rng):

@@ -125,10 +125,7 @@ class _Classes:
                     dims[best], is_used = (*dims[best], *names), True
             if not is_used:
                 return None
-        return tuple(
-            PartitionSpec(*(of[0] if len(of) == 1 else of or None for of in dims)) if any(dims) else PartitionSpec()
-            for dims in placed
-        )
+        return tuple(PartitionSpec(*dims) if any(dims) else PartitionSpec() for dims in placed)
 
     def _where(self, kind: str, leaf: Leaf, size: int) -> list[int]:
         """Returns the numbers of an argument's dimensions that may be sharded for a kind (in the values of `RECIPES`),
