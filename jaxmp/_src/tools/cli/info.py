@@ -1,4 +1,4 @@
-"""Shows the machine, the installation, and which implementation computes a product; --json for bug reports."""
+"""Show the machine, the installation, and which implementation computes a product; --json for bug reports."""
 
 from __future__ import annotations
 
