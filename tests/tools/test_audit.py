@@ -224,6 +224,13 @@ def test_elementwise_programs_name_nothing(kind, mesh_of, rng):
     assert found.compared > 5
 
 
+def test_random_keys_stay_keys_on_each_mesh(mesh_of, rng):
+    mesh = mesh_of({"x": 2})
+    key, x = put(mesh, jax.random.key(0, impl="rbg")), put(mesh, normal(rng, 8, 4), "x")
+    found = audit_meshes(mesh, lambda key, x: x + jax.random.key_data(key)[0].astype(x.dtype), key, x)
+    assert (found.rows, found.outputs) == ((), ())
+
+
 def test_products_are_settled_by_their_level(mesh_of, rng):
     """JAX's products, and jaxmp's without a level, are named; with a level they are not, nor gradients.
 

@@ -69,6 +69,9 @@ def _side(trace: Callable[..., Side], mesh: Mesh, arrays: Sequence[Any]) -> Side
         hosts = [bits.pull(x) for x in arrays]
         with jax.set_mesh(mesh):
             placed = [bits.place(host, NamedSharding(mesh, _spec(x))) for host, x in zip(hosts, arrays, strict=True)]
+            for i, x in enumerate(arrays):
+                if bits.is_key(x):
+                    placed[i] = jax.random.wrap_key_data(placed[i], impl=jax.random.key_impl(x))
         return trace(placed, mesh)
     except Exception as error:
         if mesh == _mesh_of(arrays):
