@@ -227,7 +227,7 @@ def calibrate():
     cli, hardware = importlib.import_module("jaxmp._src.tools.cli.main").info, jaxmp._src.platform.hardware
     measures, timed = cli.calibrate, cli.calibrate.interleaved
     measures._LARGE, measures._STREAM = 32, 2**12
-    measures.interleaved = lambda calls, **_: timed(calls, seconds=1e-4, rounds=(1, 1))
+    measures.interleaved = lambda calls, **options: timed(calls, **options | {"seconds": 1e-4, "rounds": (1, 1)})
     start = functools.partial(jaxmp.distributed.initialize, f"127.0.0.1:{PORT}", NPROCESSES, PROCESS)
     cli.config.launcher, cli.distributed.initialize = (lambda: ("a test", NPROCESSES)), start
     assert importlib.import_module("jaxmp._src.tools.cli.main").main(["info", "--calibrate", "--json"]) == 0

@@ -114,11 +114,3 @@ def test_choices_are_in_order_and_efficient_ones_are_not_beaten():
     assert {c.fits for c in advice.choices} == {True, False}
     assert all((c.memory <= 1e6) == c.fits for c in advice.choices)
     assert "does not fit" in str(advice)
-
-
-def test_slow_links_lead_to_less_communication():
-    slow = jaxmp.Hardware("x", {"bfloat16": 1e15}, 1e12, 1e6)
-    advice = jaxmp.advise(4096, 4096, 4096, 16, hardware=slow, quiet=True)
-    one_copy = min(c.memory for c in advice.choices)
-    moved = [c.bytes_moved for c in advice.choices if c.memory == one_copy]
-    assert moved[0] == min(moved)

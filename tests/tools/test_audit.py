@@ -37,6 +37,11 @@ def put(mesh, x, *spec):
     return jax.device_put(x, NamedSharding(mesh, P(*spec)))
 
 
+def audit_meshes(mesh, program, *arrays):
+    with jax.set_mesh(mesh):
+        return audit(program, vary="mesh")(*arrays)
+
+
 # Batches ---------------------------------------------------------------------------------------------------------
 
 
@@ -134,16 +139,10 @@ def test_what_only_names_its_rows_is_compared(rng):
 
 
 def test_products_that_keep_rows_are_not_named(rng):
-    x, w = normal(rng, 8, 301), normal(rng, 301, 30)
-    found = audit(functools.partial(jaxmp.matmul, determinism="batch"), batch_argnums=0)(x, w)
-    assert (found.rows, found.uncompared, found.outputs, found.compared) == ((), (), (), 1)
-
-
-def test_products_of_groups_are_named_where_they_keep_no_rows(rng):
     x, w, sizes = normal(rng, 8, 301), normal(rng, 1, 301, 30), np.array([1000])
-    kept = functools.partial(jaxmp.ragged_dot, determinism="batch")
-    found = audit(kept, batch_argnums=0)(x, w, sizes)
-    assert (found.rows, found.uncompared, found.outputs) == ((), (), ())
+    for product, operands in ((jaxmp.matmul, (x, w[0])), (jaxmp.ragged_dot, (x, w, sizes))):
+        found = audit(functools.partial(product, determinism="batch"), batch_argnums=0)(*operands)
+        assert (found.rows, found.uncompared, found.outputs, found.compared) == ((), (), (), 1)
     (eqn,) = (eqn for eqn in jax.make_jaxpr(jaxmp.ragged_dot)(x, w, sizes).eqns if operations.our_equation(eqn))
     assert (operations.name_of(eqn), operations.kind_of(eqn)) == ("jaxmp_partitioned_grouped (run_to_run)", "product")
 
@@ -204,8 +203,7 @@ def sums(x):
 
 def test_sums_over_shards_are_named_and_nothing_else(mesh_of, rng):
     mesh = mesh_of({"x": 4})
-    with jax.set_mesh(mesh):
-        found = audit(sums, vary="mesh")(put(mesh, normal(rng, 8, 4096), None, "x"))
+    found = audit_meshes(mesh, sums, put(mesh, normal(rng, 8, 4096), None, "x"))
     assert (found.reference, found.variants) == ("x=1", ("x=2", "x=4"))
     assert {row.operation for row in found.rows} == {"reduce_sum"}
     first, second = (f"test_audit.py:{sums.__code__.co_firstlineno + i}" for i in (2, 3))
@@ -219,12 +217,18 @@ def test_sums_over_shards_are_named_and_nothing_else(mesh_of, rng):
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_elementwise_programs_name_nothing(kind, mesh_of, rng):
     mesh = mesh_of({"x": 2, "y": 2}, kind)
-    with jax.set_mesh(mesh):
-        program = lambda x, y: jax.nn.gelu(x) * y  # noqa: E731
-        found = audit(program, vary="mesh")(put(mesh, normal(rng, 8, 64), "x", "y"), put(mesh, normal(rng, 8, 64)))
+    x, y = put(mesh, normal(rng, 8, 64), "x", "y"), put(mesh, normal(rng, 8, 64))
+    found = audit_meshes(mesh, lambda x, y: jax.nn.gelu(x) * y, x, y)
     assert (found.reference, found.variants) == ("1 device (x=1 x y=1)", ("4 devices (x=2 x y=2)",))
     assert (found.rows, found.outputs, found.uncompared) == ((), (), ())
     assert found.compared > 5
+
+
+def test_random_keys_stay_keys_on_each_mesh(mesh_of, rng):
+    mesh = mesh_of({"x": 2})
+    key, x = put(mesh, jax.random.key(0, impl="rbg")), put(mesh, normal(rng, 8, 4), "x")
+    found = audit_meshes(mesh, lambda key, x: x + jax.random.key_data(key)[0].astype(x.dtype), key, x)
+    assert (found.rows, found.outputs) == ((), ())
 
 
 def test_products_are_settled_by_their_level(mesh_of, rng):
@@ -269,10 +273,8 @@ def test_a_program_that_is_another_on_each_mesh_is_named(mesh_of, rng):
             x = (x + 1.0) - 1.0 if change else jax.sharding.reshard(x, P())
         return jnp.sin(x * 2.0)
 
-    with jax.set_mesh(mesh):
-        x = put(mesh, normal(rng, 8, 16), "x")
-        (row,) = audit(program, vary="mesh")(x, True).rows
-        moved = audit(program, vary="mesh")(x, False)
+    x = put(mesh, normal(rng, 8, 16), "x")
+    (row,), moved = audit_meshes(mesh, program, x, True).rows, audit_meshes(mesh, program, x, False)
     assert (row.operation, row.kind, row.difference.elements) == ("sub", "other equations", 128)
     assert (moved.rows, moved.outputs) == ((), ())
 
@@ -304,8 +306,7 @@ def loss_of_layers(weights, x, **options):
 def test_what_devices_keep_for_a_gradient_may_lie_in_their_order(loss, activation, ndim, mesh_of, rng):
     mesh = mesh_of({"x": 4})
     program = functools.partial(loss, activation=activation, determinism="topology")
-    with jax.set_mesh(mesh):
-        found = audit(jax.grad(program, (0, 1)), vary="mesh")(*sequence_parallel(mesh, rng, ndim))
+    found = audit_meshes(mesh, jax.grad(program, (0, 1)), *sequence_parallel(mesh, rng, ndim))
     assert (found.rows, found.uncompared, found.outputs) == ((), (), ())
 
 
@@ -313,8 +314,7 @@ def test_gradients_summed_in_the_order_of_devices_are_named(mesh_of, rng):
     """The gradient is reported by its difference, not by the order of its rows. Forward, small integers are exact."""
     mesh = mesh_of({"x": 4})
     program = jax.grad(functools.partial(loss_of_linear, activation="gelu"))
-    with jax.set_mesh(mesh):
-        found = audit(program, vary="mesh")(*jax.tree.map(jnp.round, sequence_parallel(mesh, rng)))
+    found = audit_meshes(mesh, program, *jax.tree.map(jnp.round, sequence_parallel(mesh, rng)))
     (row,) = found.rows
     assert (row.kind, row.variants) == ("product", ("x=2", "x=4"))
     assert row.shapes[-1] == (24, 32)
@@ -336,9 +336,8 @@ def test_a_difference_in_device_order_has_its_numbers(mesh_of, rng):
         specs = (P(None, None, "x"), P("x", None))
         return jnp.sum(jax.sharding.reshard(jax.shard_map(local, in_specs=specs, out_specs=P(None, "x"))(x, w), P()))
 
-    with jax.set_mesh(mesh):
-        x, w = put(mesh, normal(rng, 4, 8, 512), None, None, "x"), put(mesh, normal(rng, 512, 24) / 16, "x", None)
-        (row,) = audit(jax.grad(loss), vary="mesh")(x, w).rows
+    x, w = put(mesh, normal(rng, 4, 8, 512), None, None, "x"), put(mesh, normal(rng, 512, 24) / 16, "x", None)
+    (row,) = audit_meshes(mesh, jax.grad(loss), x, w).rows
     assert (row.operation, row.kind) == ("shard_map", "whole")
     assert 0 < row.difference.absolute < 1e-4
 
@@ -353,8 +352,7 @@ def test_shards_that_should_be_copies_are_compared(mesh_of):
 
         return jax.shard_map(local, in_specs=P(), out_specs=P(), check_vma=False)(x)
 
-    with jax.set_mesh(mesh):
-        (row,) = audit(program, vary="mesh")(put(mesh, np.ones(4, np.float32))).rows
+    (row,) = audit_meshes(mesh, program, put(mesh, np.ones(4, np.float32))).rows
     assert (row.operation, row.kind) == ("shard_map", "whole")
     assert (row.difference.ulps, row.difference.elements) == (1, 4)
 
@@ -367,11 +365,9 @@ X = np.ones((8, 2), np.float32)
 def test_arrays_are_arguments_and_known(mesh_of):
     with pytest.raises(TypeError, match="call it outside of jit"):
         jax.jit(lambda x: audit(jnp.sin)(x).compared)(X)
-    mesh = mesh_of({"x": 2})
-    with jax.set_mesh(mesh):
-        x, hidden = put(mesh, X, "x"), put(mesh, X, "x")
-        with pytest.raises(ValueError, match=r"cannot be traced on the mesh \{'x': 1\}; it has to take every array"):
-            audit(lambda x: x + hidden, vary="mesh")(x)
+    x = put(mesh := mesh_of({"x": 2}), X, "x")
+    with pytest.raises(ValueError, match=r"cannot be traced on the mesh \{'x': 1\}; it has to take every array"):
+        audit_meshes(mesh, lambda y: x + y, x)
 
 
 def test_the_old_form_warns_and_keywords_are_arguments(rng):

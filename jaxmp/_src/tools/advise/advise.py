@@ -23,7 +23,7 @@ from jaxmp._src.core.validation.public import public
 from jaxmp._src.platform.hardware.call_time import CallTime, call_time, kind_of
 from jaxmp._src.platform.hardware.hardware import Hardware, hardware_of
 from jaxmp._src.platform.jax_internals import jax_compat
-from jaxmp._src.tools.advise.program import ProgramAdvice, Ranking, Table, advised
+from jaxmp._src.tools.advise.program import ProgramAdvice, Ranking, Table, advised, mesh_text
 from jaxmp._src.tools.advise.recipes import Mesh
 
 
@@ -222,20 +222,20 @@ def _choices(
             continue
         a, b, d, sums = planner.local_bytes(call, terms)
         transfers = moves.in_call(call, dict(mesh), a, b, sums)
+        held, received = a + b + d, sum(each.nbytes for each in transfers)
         moved = () if hardware.is_shared else transfers  # read in place, as `explain` counts them
         time = call_time(
             hardware,
             flops=flops,
             kind=kind_of(dtype.name),
             ndevices=math.prod(size for _, size in mesh),
-            nbytes=a + b + d + sum(each.nbytes for each in moved),
+            nbytes=held + (received if moved else 0),
             transfers=moved,
             is_fused=True,
         )
         of_a, of_b, of_d = map(partition_spec, call.layout)
-        pattern, moved_bytes = call.pattern.value, sum(each.nbytes for each in transfers)
-        fits, held = a + b + d <= hardware.memory, a + b + d
-        yield Choice(pattern, str(call), mesh, of_a, of_b, of_d, time, held, moved_bytes, fits, False)
+        fits = held <= hardware.memory
+        yield Choice(call.pattern.value, str(call), mesh, of_a, of_b, of_d, time, held, received, fits, False)
 
 
 def _ranked(found: list[Choice]) -> Iterator[Choice]:
@@ -271,11 +271,8 @@ def _cells(choice: Choice) -> list[str]:
     fit."""
     return [
         choice.pattern,
-        " ".join(f"{axis}={size}" for axis, size in choice.mesh),
-        *(
-            ", ".join(entry if isinstance(entry, str) else "".join(entry or "-") for entry in spec)
-            for spec in (choice.a, choice.b, choice.d)
-        ),
+        mesh_text(choice.mesh),
+        *map(repr, (choice.a, choice.b, choice.d)),
         f"{choice.seconds * 1e6:.4g}",
         choice.time.bound,
         _mega(choice.memory),

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
 
 from jaxmp._src.platform.hardware.call_time import CallTime, Transfer, call_time, kind_of
 from jaxmp._src.platform.hardware.hardware import Hardware
@@ -146,13 +146,11 @@ class ProgramAdvice(Ranking[Plan]):
 
     def tables(self) -> list[Table]:
         """Returns the table of plans, and the table of arguments in the best plan."""
-        leaves = jax.tree_util.tree_leaves_with_path(
-            (self.best.arguments, self.best.keywords), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
-        )
+        leaves = jax.tree_util.tree_leaves_with_path((self.best.arguments, self.best.keywords))
         head = ["plan", "mesh", "us", "us exposed", "collectives", "MB received", "MB held", ""]
         return [
             [head, *map(_cells, self.choices)],
-            [["argument", "sharding"], *([jax.tree_util.keystr(path[1:]), _text(spec)] for path, spec in leaves)],
+            [["argument", "sharding"], *([jax.tree_util.keystr(path[1:]), repr(spec)] for path, spec in leaves)],
         ]
 
 
@@ -178,7 +176,7 @@ def advised(fn: Callable[..., Any], devices: int, hardware: Hardware, quiet: boo
             try:
                 plans.append(_plan(recipe, fn, (args, kwargs), dimensions.types, hardware))
             except Exception as error:  # what the program raises with these shardings
-                errors[f"{recipe.name} ({_extents(recipe.mesh)})"] = error
+                errors[f"{recipe.name} ({mesh_text(recipe.mesh)})"] = error
         if not plans:
             raise next(iter(errors.values()))
         if not any(plan.products for plan in plans):
@@ -198,7 +196,6 @@ def advised(fn: Callable[..., Any], devices: int, hardware: Hardware, quiet: boo
     return of_arguments
 
 
-# Compiles `fn` for its arguments `given` with the shardings of `recipe`.
 def _plan(
     recipe: Recipe, fn: Callable[..., Any], given: Any, types: Mapping[str, np.dtype], hardware: Hardware
 ) -> Plan:
@@ -263,24 +260,16 @@ def _steps(
             yield PlanStep(call.line, "product", call.pattern, call.count, nbytes, time)
 
 
-# Cells -------------------------------------------------------------------------------------------------------------
-
-
-def _extents(mesh: Mesh) -> str:
+def mesh_text(mesh: Mesh) -> str:
     return " ".join(f"{axis}={size}" for axis, size in mesh)
 
 
 def _cells(plan: Plan) -> list[str]:
-    numbers = (plan.bytes_moved / 1e6, plan.memory / 1e6)
     return [
         plan.name,
-        _extents(plan.mesh),
+        mesh_text(plan.mesh),
         *(f"{seconds * 1e6:.4g}" for seconds in (plan.seconds, plan.exposed_seconds)),
         str(len(plan.explanation.collectives)),
-        *(f"{number:.4g}" for number in numbers),
+        *(f"{number / 1e6:.4g}" for number in (plan.bytes_moved, plan.memory)),
         "" if plan.fits else "does not fit",
     ]
-
-
-def _text(spec: PartitionSpec) -> str:
-    return f"P({', '.join(map(repr, spec))})"

@@ -84,7 +84,6 @@ class _Classes:
         all_dims, self._looped = dimensions.arguments, dimensions.looped
         self._batch = _batch(all_dims, types, nparameters)
         self._leaves = [Leaf(d, t.shape, not self._batch.isdisjoint(d)) for d, t in zip(all_dims, types, strict=True)]
-        # Features come last in floats.
         of_batch = [(leaf, t) for leaf, t in zip(self._leaves, types, strict=True) if leaf.is_batch]
         wide = [leaf for leaf, t in of_batch if len(leaf.dims) > 1 + jnp.issubdtype(t.dtype, jnp.floating)]
         self._sequence = {leaf.dims[1] for leaf in wide} - self._looped
@@ -126,10 +125,7 @@ class _Classes:
                     dims[best], is_used = (*dims[best], *names), True
             if not is_used:
                 return None
-        return tuple(
-            PartitionSpec(*(of[0] if len(of) == 1 else of or None for of in dims)) if any(dims) else PartitionSpec()
-            for dims in placed
-        )
+        return tuple(PartitionSpec(*dims) if any(dims) else PartitionSpec() for dims in placed)
 
     def _where(self, kind: str, leaf: Leaf, size: int) -> list[int]:
         """Returns the numbers of an argument's dimensions that may be sharded for a kind (in the values of `RECIPES`),

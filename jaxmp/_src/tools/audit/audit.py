@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
@@ -10,9 +11,8 @@ from typing import Any, Literal, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
-from jaxmp._src.core.validation.operand_checks import check_function
+from jaxmp._src.core.validation.operand_checks import check_function, is_array
 from jaxmp._src.core.validation.public import public
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.tools.audit import bits, meshes, operations, together, variation
@@ -85,7 +85,7 @@ def audit(
             sides = _batches(trace, (*args, kwargs) if kwargs else args, arrays, batch_argnums)
         else:
             sides = (meshes.of_process if vary == "mesh" else meshes.across_processes)(trace, arrays)
-        found = _audit(vary, fn_of_arrays, sides, line)
+        found = _audit(vary, sides, line)
         if not quiet and (vary != "processes" or jax.process_index() == 0):
             print(found)
         return found
@@ -104,8 +104,8 @@ def _of_arrays(
     as they are here, and returns None for results that are no arrays. Raises TypeError for tracers and shapes without
     values, and ValueError for arrays that other processes hold a part of, unless `is_of_processes`."""
     leaves, tree = jax.tree.flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
-    for leaf in (leaves[i] for i in places):
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if is_array(leaf)}
+    for leaf in arrays.values():
         if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
             raise TypeError(
                 f"audit: runs fn, so it takes arrays, got {type(leaf).__name__} of shape {leaf.shape}; pass values, and"
@@ -117,35 +117,29 @@ def _of_arrays(
                 ' vary="processes", or arrays of this process'
             )
 
-    def fn_of_arrays(arrays: Sequence[Any]) -> Any:
-        given = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
-        args, kwargs = jax.tree.unflatten(tree, [given[i] for i in range(len(leaves))])
-        results = fn(*args, **kwargs)
-        return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, results)
+    def fn_of_arrays(given: Sequence[Any]) -> Any:
+        all_leaves = dict(enumerate(leaves)) | dict(zip(arrays, given, strict=True))
+        args, kwargs = jax.tree.unflatten(tree, all_leaves.values())
+        return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, fn(*args, **kwargs))
 
     # Arrays as JAX takes them: without 64-bit types a float64 of NumPy becomes float32.
-    return fn_of_arrays, [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (leaves[i] for i in places)]
+    return fn_of_arrays, [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays.values()]
 
 
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
-
-
-def _audit(vary: str, fn: Callable[..., Any], sides: Iterator[tuple[Variation, Side]], line: str) -> Audit:
+def _audit(vary: str, sides: Iterator[tuple[Variation, Side]], line: str) -> Audit:
     """Runs the first of `sides`, the reference, next to each of the others, and returns what differs in operations and
     in outputs of the whole program. If outputs differ, it has tried remedies, and if no operation differs alone, also
     looked for small groups that differ. `line`: of equations without a line of their own."""
-    report, outputs, differing = Report(), list[Output](), list[Walk]()
+    report, outputs, differing, variants = Report(), list[Output](), list[Walk](), list[str]()
     first, reference = next(sides)
     whole = reference.whole()
-    names = _output_names(fn, reference)
-    variants = []
     for varied, side in sides:
         variants.append(varied.name)
         walk = Walk(varied, reference, side, report)
         walk.follow(line)
         found = walk.differences(whole, side.whole())
-        outputs += [Output(name, varied.name, one) for name, one in zip(names, found, strict=True) if one is not None]
+        named = zip(reference.outputs, found, strict=True)
+        outputs += [Output(name, varied.name, one) for name, one in named if one is not None]
         if any(found):
             differing.append(walk)
         if walk not in differing[:1]:
@@ -157,12 +151,6 @@ def _audit(vary: str, fn: Callable[..., Any], sides: Iterator[tuple[Variation, S
     )
 
 
-def _output_names(fn: Callable[..., Any], side: Side) -> list[str]:
-    with side.scope():
-        shapes = jax.eval_shape(fn, side.arrays)
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
-
-
 # Batches ---------------------------------------------------------------------------------------------------------
 
 
@@ -171,39 +159,37 @@ def _batches(
 ) -> Iterator[tuple[Variation, Side]]:
     """Yields (variation, side) of the batch unchanged, and for each of `variation.batches`. `args`: positional
     arguments, and the dict of keyword arguments as the last if there are any. Raises ValueError if `trace`, which makes
-    a side of arrays and a mesh, fails for another batch, or as `_batched_arrays` does."""
-    is_batched, nrows, argnums = _batched_arrays(args, argnums)
-    batched = [x for x, is_one in zip(arrays, is_batched, strict=True) if is_one]
+    a side of arrays and a mesh, fails for another batch, or as `_batch` does."""
+    chosen, nrows = _batch(args, argnums)
+    is_batched = [i in chosen for i, arg in enumerate(args) for x in jax.tree.leaves(arg) if is_array(x)]
     mesh = jax_compat.ambient_mesh()
-    reference = trace(arrays, mesh)
-    yield Variation(f"{nrows} rows"), reference
-    for varied in variation.batches(nrows, _devices_along_rows(batched)):
-        assert varied.rows is not None
+    yield Variation(f"{nrows} rows"), trace(arrays, mesh)
+    # The rows of the batch have to be divisible by the numbers of shards along them.
+    batched = [x for x, is_one in zip(arrays, is_batched, strict=True) if is_one]
+    multiple = math.lcm(*(nrows // x.sharding.shard_shape(x.shape)[0] for x in batched))
+    for varied in variation.batches(nrows, multiple):
         rows = np.array(varied.rows)
         taken = [bits.push(bits.pull(x)[rows], x) if i else x for x, i in zip(arrays, is_batched, strict=True)]
         try:
             side = trace(taken, mesh)
         except Exception as error:
             raise ValueError(
-                f"audit: fn takes {nrows} rows but not {len(varied.rows)} in the arguments {argnums}; pass"
+                f"audit: fn takes {nrows} rows but not {len(rows)} in the arguments {chosen}; pass"
                 " batch_argnums= to say which arguments have the batch as the first dimension of all their arrays"
             ) from error
         yield varied, side
 
 
-def _batched_arrays(
-    args: Sequence[Any], argnums: int | Sequence[int] | None
-) -> tuple[list[bool], int, tuple[int, ...]]:
-    """Returns (for each array, True if it is of the batch; number of rows; numbers of the arguments of the batch).
-    Without `argnums` these are all arguments with the first extents of the last argument with arrays. Raises ValueError
-    if there are no arrays, if `argnums` are out of range, or unless all arrays of the chosen arguments begin with one
-    extent of at least 2."""
-    extents = [{x.shape[:1] for x in jax.tree.leaves(arg) if _is_array(x)} for arg in args]
-    if not args or not any(extents):
+def _batch(args: Sequence[Any], argnums: int | Sequence[int] | None) -> tuple[tuple[int, ...], int]:
+    """Returns (numbers of the arguments of the batch, number of rows). Without `argnums` these are all arguments with
+    the first extents of the last argument with arrays. Raises ValueError if there are no arrays, if `argnums` are out
+    of range, or unless all arrays of the chosen arguments begin with one extent of at least 2."""
+    extents = [{x.shape[:1] for x in jax.tree.leaves(arg) if is_array(x)} for arg in args]
+    if not any(extents):
         raise ValueError('audit: vary="batch" needs an argument with arrays, got none; pass the batch as an argument')
     if argnums is None:
-        last = next(i for i in reversed(range(len(args))) if extents[i])
-        chosen = tuple(i for i, one in enumerate(extents) if one == extents[last])
+        last = next(filter(None, reversed(extents)))
+        chosen = tuple(i for i, one in enumerate(extents) if one == last)
     else:
         numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         if not numbers or not all(-len(args) <= i < len(args) for i in numbers):
@@ -216,16 +202,4 @@ def _batched_arrays(
             f" {[extent[0] if extent else 'none' for extent in found]}; pass batch_argnums= to say which arguments have"
             " the batch as the first dimension of all their arrays"
         )
-    is_batched = [i in chosen for i, arg in enumerate(args) for x in jax.tree.leaves(arg) if _is_array(x)]
-    return is_batched, found[0][0], chosen
-
-
-def _devices_along_rows(arrays: Sequence[Any]) -> int:
-    """Returns a number that must divide the rows of the batch: the least common multiple of the numbers of shards along
-    the first dimension of `arrays` with a sharding over a mesh; 1 if there are none."""
-    shards = [
-        x.shape[0] // x.sharding.shard_shape(x.shape)[0]
-        for x in arrays
-        if isinstance(getattr(x, "sharding", None), NamedSharding)
-    ]
-    return int(np.lcm.reduce(shards)) if shards else 1
+    return chosen, found[0][0]

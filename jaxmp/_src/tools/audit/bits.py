@@ -133,28 +133,15 @@ def _difference(actual: np.ndarray, expected: np.ndarray) -> Difference | None:
     if not differs.any():
         return None
     have, want = actual[differs], expected[differs]
-    return Difference(int(differs.sum()), actual.size, _largest_ulps(have, want), _largest_absolute(have, want))
-
-
-def _largest_ulps(have: np.ndarray, want: np.ndarray) -> int:
-    numbers = ~(_is_nan(have) | _is_nan(want))
-    return int(np.max(distance(have[numbers], want[numbers]), initial=0))
-
-
-def _largest_absolute(have: np.ndarray, want: np.ndarray) -> float:
-    """Returns the largest absolute difference; 0 for equal infinities and for a pair of NaNs, inf if one of a pair is
-    NaN."""
     wide: Any = np.complex128 if np.iscomplexobj(have) else np.float64
-    have, want = have.astype(wide), want.astype(wide)
+    is_nan, other_is_nan = (np.isnan(x.astype(wide)) for x in (have, want))
+    numbers = ~(is_nan | other_is_nan)
     with np.errstate(all="ignore"):
-        apart = np.abs(have - want)
-    apart = np.where(have == want, 0.0, apart)  # infinities
-    apart = np.where(np.isnan(have) & np.isnan(want), 0.0, apart)
-    return float(np.max(np.where(np.isnan(apart), np.inf, apart)))
-
-
-def _is_nan(x: np.ndarray) -> np.ndarray:
-    return np.asarray(np.isnan(x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)))
+        apart = np.abs(have.astype(wide) - want.astype(wide))
+    apart[np.isnan(apart)] = np.inf
+    apart[is_nan & other_is_nan] = 0
+    ulps = np.max(distance(have[numbers], want[numbers]), initial=0)
+    return Difference(int(differs.sum()), actual.size, int(ulps), float(np.max(apart)))
 
 
 # Several processes, which run the same audit and decide the same ---------------------------------------------------

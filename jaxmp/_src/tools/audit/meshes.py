@@ -53,7 +53,7 @@ def across_processes(trace: Callable[..., Side], arrays: Sequence[Any]) -> Itera
 
 def _mesh_of(arrays: Sequence[Any]) -> Mesh | None:
     """Returns the mesh of the operands, or else of `jax.set_mesh`, or None. Raises ValueError for several meshes."""
-    found = {x.sharding.mesh for x in arrays if isinstance(getattr(x, "sharding", None), NamedSharding)}
+    found: set[Any] = {x.sharding.mesh for x in arrays if isinstance(x.sharding, NamedSharding)}
     if len(found) > 1:
         raise ValueError(
             f"audit: the operands have to be on one mesh, got {', '.join(sorted(map(_described, found)))}; place them"
@@ -62,7 +62,6 @@ def _mesh_of(arrays: Sequence[Any]) -> Mesh | None:
     return next(iter(found), None) or jax_compat.ambient_mesh()
 
 
-# Puts the arrays on `mesh` and traces. Raises ValueError if that fails on a smaller mesh than the operands'.
 def _side(trace: Callable[..., Side], mesh: Mesh, arrays: Sequence[Any]) -> Side:
     """Copies the arrays to `mesh`, with the spec that each has, or replicated without one, and traces there. Raises
     ValueError if that fails on another mesh than the operands'; on theirs, raises the program's error."""
@@ -70,6 +69,9 @@ def _side(trace: Callable[..., Side], mesh: Mesh, arrays: Sequence[Any]) -> Side
         hosts = [bits.pull(x) for x in arrays]
         with jax.set_mesh(mesh):
             placed = [bits.place(host, NamedSharding(mesh, _spec(x))) for host, x in zip(hosts, arrays, strict=True)]
+            for i, x in enumerate(arrays):
+                if bits.is_key(x):
+                    placed[i] = jax.random.wrap_key_data(placed[i], impl=jax.random.key_impl(x))
         return trace(placed, mesh)
     except Exception as error:
         if mesh == _mesh_of(arrays):
@@ -97,14 +99,10 @@ def _smaller(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Returns sizes of meshes, from all ones up to `sizes`; each step back divides all by their least prime factor."""
     found = [sizes]
     while max(found[0]) > 1:
-        found.insert(0, tuple(size // _least_factor(size) for size in found[0]))
+        factors = (next((n for n in range(2, size) if size % n == 0), size) for size in found[0])
+        found.insert(0, tuple(size // factor for size, factor in zip(found[0], factors, strict=True)))
     return found
 
 
-def _least_factor(size: int) -> int:
-    return next((factor for factor in range(2, size) if size % factor == 0), size)
-
-
-def _spec(x: Any) -> P:
-    sharding = getattr(x, "sharding", None)
-    return sharding.spec if isinstance(sharding, NamedSharding) else P()
+def _spec(x: jax.Array) -> P:
+    return x.sharding.spec if isinstance(x.sharding, NamedSharding) else P()

@@ -39,8 +39,7 @@ def inlined_body(eqn: Any) -> Any:
     other equations, for calls of jaxmp, and if the jaxpr has another number of operands."""
     if eqn.primitive.name not in INLINED or our_equation(eqn) is not None:
         return None
-    names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-    body = next((eqn.params[name] for name in names if name in eqn.params), None)
+    body = next((eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params), None)
     is_whole = body is not None and len(jax_tracing.open_jaxpr(body)[0].invars) == len(eqn.invars)
     return body if is_whole else None
 
@@ -48,21 +47,16 @@ def inlined_body(eqn: Any) -> Any:
 def name_of(eqn: Any) -> str:
     """Returns an equation's name in reports: its primitive, or jaxmp's primitive that it calls, with the level."""
     ours = our_equation(eqn)
-    if ours is not None:
-        return f"{ours.primitive.name} ({ours.params['spec'].determinism})"
-    return str(eqn.primitive.name)
+    return str(eqn.primitive.name) if ours is None else f"{ours.primitive.name} ({ours.params['spec'].determinism})"
 
 
 def kind_of(eqn: Any) -> str:
     """Returns the kind of an operation, as `Row` lists them: "product" for a call of jaxmp, and the kind in `_KINDS` if
     the primitive has one. Other equations are "whole" if they are a Pallas kernel or have a jaxpr inside, or else
     "elementwise"."""
-    if our_equation(eqn) is not None:
-        return "product"
-    name = str(eqn.primitive.name)
-    if name in _KIND_OF:
-        return _KIND_OF[name]
-    return "whole" if any(True for _ in jax_compat.subjaxprs(eqn.params)) or name == "pallas_call" else "elementwise"
+    name = eqn.primitive.name
+    is_whole = name == "pallas_call" or any(True for _ in jax_compat.subjaxprs(eqn.params))
+    return "product" if our_equation(eqn) is not None else _KIND_OF.get(name, "whole" if is_whole else "elementwise")
 
 
 def our_equation(eqn: Any) -> Any:
@@ -70,12 +64,11 @@ def our_equation(eqn: Any) -> Any:
     None if there is none, and for a user's `shard_map` that also has a product or sum of JAX."""
     if eqn.primitive.name in _OURS:
         return eqn
-    if eqn.primitive.name not in ("jit", "shard_map"):
-        return None
-    if eqn.primitive.name != "shard_map" and not is_own_jit(eqn):
+    is_own = is_own_jit(eqn)
+    if eqn.primitive.name != "shard_map" and not (eqn.primitive.name == "jit" and is_own):
         return None
     inside = list(_all_equations(eqn))
-    if not is_own_jit(eqn) and any(_KIND_OF.get(one.primitive.name) in ("product", "sum") for one in inside):
+    if not is_own and any(_KIND_OF.get(one.primitive.name) in ("product", "sum") for one in inside):
         return None
     return next((one for one in inside if one.primitive.name in _OURS), None)
 

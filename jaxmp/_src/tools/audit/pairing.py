@@ -44,13 +44,8 @@ def _likeness(eqn: Any, is_batch: bool) -> Any:
     spec = None if ours is None else ours.params["spec"]
     name = eqn.primitive.name if spec is None else f"jaxmp {getattr(spec, 'epilog', spec.function)}"
     results = tuple(
-        (_likeness_of_shape(eqn, i, is_batch), str(v.aval.dtype))
+        (len(v.aval.shape) if is_batch or operations.is_by_device(eqn, i) else v.aval.shape, str(v.aval.dtype))
         for i, v in enumerate(eqn.outvars)
         if not operations.is_packed(eqn, v.aval.dtype)
     )
     return name, len(eqn.invars), results, jax_compat.traced_line(eqn)
-
-
-def _likeness_of_shape(eqn: Any, i: int, is_batch: bool) -> Any:
-    shape = eqn.outvars[i].aval.shape
-    return len(shape) if is_batch or operations.is_by_device(eqn, i) else shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -63,14 +64,12 @@ class Report:
 
     def __init__(self) -> None:
         self._rows: dict[Any, Row] = {}
-        self._runs: dict[Any, int] = {}
+        self._runs = collections.Counter[Any]()
         self._uncompared: dict[Uncompared, None] = {}
-        self._turn, self._turns = 0, dict[Any, int]()
+        self._turns: dict[Any, int] = {}  # by row, the number of the last run that was counted
 
     def ran(self, eqn: Any, line: str) -> None:
-        key = _key(eqn, line)
-        self._runs[key] = self._runs.get(key, 0) + 1
-        self._turn += 1
+        self._runs[_key(eqn, line)] += 1
 
     def differs(
         self, eqn: Any, line: str, variant: str, found: Difference, output: int = 0, *, is_other: bool = False
@@ -78,19 +77,9 @@ class Report:
         """Adds the difference `found` in one output of an equation's last run to the row of its line, operation and
         shapes, which all variants share. A run with several differences counts once. `is_other`: the variant has other
         equations there. Such differences have a row of their own."""
-        key = (_key(eqn, line), is_other)
-        row = self._rows.get(key) or self._row(eqn, line, found, output, is_other)
-        variants = row.variants if variant in row.variants else (*row.variants, variant)
-        count = row.count + (self._turns.get(key) != self._turn)
-        self._turns[key] = self._turn
-        merged = row.difference.merge(found)
-        self._rows[key] = dataclasses.replace(row, variants=variants, count=count, difference=merged)
-
-    def _row(self, eqn: Any, line: str, found: Difference, output: int, is_other: bool) -> Row:
-        """Returns a row for an equation's output `output`, which counts nothing yet. `is_other`: the row's kind is
-        "other equations"."""
+        key, turn = (_key(eqn, line), is_other), self._runs.total()
         avals = [v.aval for v in (*eqn.invars, eqn.outvars[output])]
-        return Row(
+        new = Row(
             line=line,
             operation=operations.name_of(eqn),
             kind="other equations" if is_other else operations.kind_of(eqn),
@@ -101,6 +90,14 @@ class Report:
             runs=0,
             difference=found,
         )
+        row = self._rows.get(key, new)
+        self._rows[key] = dataclasses.replace(
+            row,
+            variants=tuple(dict.fromkeys((*row.variants, variant))),
+            count=row.count + (self._turns.get(key) != turn),
+            difference=row.difference.merge(found),
+        )
+        self._turns[key] = turn
 
     def skips(self, eqn: Any, line: str, why: str) -> None:
         """Notes an operation that cannot be compared, and why; equal notes count once."""
@@ -110,8 +107,7 @@ class Report:
     def rows(self) -> tuple[Row, ...]:
         """Returns the operations that differ, in the order of their discovery."""
         return tuple(
-            dataclasses.replace(row, runs=max(self._runs.get(key, 0), row.count))
-            for (key, _), row in self._rows.items()
+            dataclasses.replace(row, runs=max(self._runs[key], row.count)) for (key, _), row in self._rows.items()
         )
 
     @property

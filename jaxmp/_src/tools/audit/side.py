@@ -55,9 +55,9 @@ class Side:
     """A trace of the program with its arrays, and the compiled equations that have run.
 
     Attributes:
-      fn: the program, a function of a list of arrays.
-      jaxpr: its trace, closed over its constants.
+      fn: the program, a function of a list of arrays; jaxpr: its trace, closed over its constants.
       arrays: what it is called with; options: of the compiler.
+      outputs: the names of its results, "[0]['w']".
       inlined: a function that returns a jaxpr with its calls written out, and its constants.
     """
 
@@ -69,12 +69,13 @@ class Side:
         compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Traces `fn` for these arrays. `mesh`: is set while the program is traced and runs, unless it is None."""
-        self.arrays, self._mesh = list(arrays), mesh
-        self.options = dict(compiler_options or {})
-        self.fn, self._compiled = fn, dict[Any, tuple[Callable[..., Any], Any]]()
+        self.fn, self.arrays, self._mesh = fn, list(arrays), mesh
+        self.options, self._compiled = dict(compiler_options or {}), dict[Any, Callable[..., Any]]()
         self.inlined = functools.cache(functools.partial(jax_tracing.inlined, body_of=operations.inlined_body))
         with self.scope():
-            self.jaxpr: Any = jax.make_jaxpr(fn)(self.arrays)
+            traced: Any = jax.make_jaxpr(fn, return_shape=True)(self.arrays)
+        self.jaxpr, shapes = traced
+        self.outputs = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Returns a context that sets this trace's mesh, if it has one."""
@@ -101,19 +102,15 @@ class Side:
         with self.scope():
             return list(jax.jit(run, compiler_options=self.options or None)([values[v].array for v in read]))
 
-    def run(self, eqn: Any, operands: Sequence[Value | Any]) -> list[Any]:
-        """Returns the results of one equation as arrays. `operands` are arrays too, and no `Value`. Literals of the
-        equation stay literals, and the operands in their places are ignored. Equal equations share one compiled
-        function."""
-        given = [None if jax_tracing.is_literal(v) else x for v, x in zip(eqn.invars, operands, strict=True)]
+    def run(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+        """Returns the results of one equation as arrays. Its literals stay literals, and the operands in their places
+        are ignored. Equal equations share one compiled function."""
         key = _key(eqn)
-        if key not in self._compiled:
-            # Keeps the equation alive, because its id may be in the key.
-            jitted = jax.jit(functools.partial(_bind, eqn), compiler_options=self.options or None)
-            self._compiled[key] = jitted, eqn
+        if key not in self._compiled:  # keeps the equation alive, because its id may be in the key
+            self._compiled[key] = jax.jit(functools.partial(_bind, eqn), compiler_options=self.options or None)
+        arrays = [x for v, x in zip(eqn.invars, operands, strict=True) if not jax_tracing.is_literal(v)]
         with self.scope():
-            results: list[Any] = self._compiled[key][0]([x for x in given if x is not None])
-        return results
+            return list(self._compiled[key](arrays))
 
 
 def _bind(eqn: Any, arrays: Sequence[Any]) -> list[Any]:

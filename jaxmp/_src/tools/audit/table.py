@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from jaxmp._src.platform.runtime.text import aligned, as_html, short_type
 from jaxmp._src.tools.audit.bits import Difference
@@ -45,19 +45,17 @@ class Audit:
     trials: tuple[Trial, ...] = ()
 
     def __str__(self) -> str:
-        lines = [line for table in self._tables() for line in aligned(table)]
-        return "\n".join([*lines, self._total(), "", *self._notes()])
+        return "\n".join([*aligned(self._table()), self._total(), "", *self._notes()])
 
     def __repr__(self) -> str:
         return f"Audit({self._counts()}, vary={self.vary!r})"
 
     def _repr_html_(self) -> str:
-        return as_html(self._tables(), [self._total(), *self._notes()])
+        return as_html([self._table()] if self.rows else [], [self._total(), *self._notes()])
 
-    def _tables(self) -> list[list[list[str]]]:
-        """Returns a list of one table with its header, or an empty list if no operation differs."""
-        cells = ([cell(row) for cell in _COLUMNS.values()] for row in self.rows)
-        return [[list(_COLUMNS), *cells]] if self.rows else []
+    def _table(self) -> list[list[str]]:
+        """Returns the header and a row for each operation that differs; an empty list if none does."""
+        return [list(_COLUMNS), *([cell(row) for cell in _COLUMNS.values()] for row in self.rows)] if self.rows else []
 
     def _counts(self) -> str:
         return f"{len(self.rows)} of {self.compared} operations differ"
@@ -65,50 +63,36 @@ class Audit:
     def _total(self) -> str:
         return f"total: {self._counts()}; {self.reference} compared with {', '.join(self.variants)}"
 
-    def _notes(self) -> list[str]:
-        """Returns what was not compared, once for all equal reasons, and the whole program."""
-        reasons: dict[str, list[Uncompared]] = {}
-        for one in self.uncompared:
-            reasons.setdefault(one.why, []).append(one)
-        return [*(f"not compared, {why}: {_places(ones)}" for why, ones in reasons.items()), *self._whole()]
-
-    def _whole(self) -> Iterator[str]:
-        """Yields lines about the whole program: by how much it differs, or that it does not; which operations differ
-        together; and the remedies that were tried."""
+    def _notes(self) -> Iterator[str]:
+        """Yields what was not compared, once for all equal reasons; by how much the whole program differs, or that it
+        does not; which operations differ together; and the remedies that were tried."""
+        for why in dict.fromkeys(one.why for one in self.uncompared):
+            places = [f"{one.operation} {one.line}" for one in self.uncompared if one.why == why]
+            yield f"not compared, {why}: {_first(dict.fromkeys(places))}"
         if not self.outputs:
             yield "whole program: no output that can be compared differs"
             return
         worst = functools.reduce(Difference.merge, (output.difference for output in self.outputs))
         names = dict.fromkeys(output.name or "the output" for output in self.outputs)
         ulps = f"{worst.ulps} ulp{'s' * (worst.ulps != 1)} ({worst.absolute:.2g})"
-        text = f"whole program: {_first(names)} differ{'s' * (len(names) == 1)}, by up to {ulps}"
-        yield (
-            text if self.rows else f"{text}; no operation alone does" + ", and no group was found" * (not self.together)
-        )
+        alone = "" if self.rows else "; no operation alone does" + ", and no group was found" * (not self.together)
+        yield f"whole program: {_first(names)} differ{'s' * (len(names) == 1)}, by up to {ulps}{alone}"
         for one in self.together:
             times = collections.Counter(f"{operation} {line}" for operation, line in one.operations)
             operations = _first([f"{n} x {name}" if n > 1 else name for name, n in times.items()])
             yield f"differ if compiled together: {operations}" + (f"; {one.rewriting}" if one.rewriting else "")
-        *_, last = (None, *self.trials)
-        if last is not None and last.differing and not self.rows:
+        last = self.trials[-1] if self.trials else None
+        if last and last.differing and not self.rows:
             yield f"no remedy is known; tried without success: {'; '.join(one.remedy for one in self.trials)}"
-        elif last is not None:
+        elif last:
             yield f"tried on this program: {last.remedy}: {last.differing} of {last.outputs} outputs differ then"
         if self.rows and (last is None or last.differing):
             yield "remedies for each kind of operation: docs/audit.md"
 
 
-# A note names at most this many lines and outputs.
-_SHOWN = 8
-
-
-def _places(found: Sequence[Uncompared]) -> str:
-    """Returns the operations with their lines as text, at most `_SHOWN` of them."""
-    return _first(dict.fromkeys(f"{one.operation} {one.line}" for one in found))
-
-
-def _first(names: Collection[str]) -> str:
-    return ", ".join([*list(names)[:_SHOWN], *([f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else [])])
+def _first(names: Collection[str], most: int = 8) -> str:
+    """Returns the first `most` names, and how many more there are."""
+    return ", ".join([*list(names)[:most], *([f"{len(names) - most} more"] if len(names) > most else [])])
 
 
 def _shapes(row: Row) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -62,8 +62,7 @@ class Walk:
     def follow(self, line: str) -> None:
         """Runs both sides by equations, reports differences, sets `results`. `line`: for equations without a line."""
         reference, variant = self.sides
-        inputs = [Value(x) for x in reference.arrays]
-        others = [Value(x) for x in variant.arrays]
+        inputs, others = ([Value(x) for x in side.arrays] for side in self.sides)
         for one, other in zip(inputs, others, strict=True):
             other.is_of_batch = self._correspond(one, other) and other.relation != "same"
         self.results = self._jaxprs((reference.jaxpr, variant.jaxpr), (inputs, others), line)
@@ -89,23 +88,25 @@ class Walk:
             {v: Value(x) for v, x in constants.items()} | dict(zip(program.invars, values, strict=True))
             for (program, constants), values in zip(programs, inputs, strict=True)
         ]
+
+        def join(atoms: Sequence[Any], others: Sequence[Any]) -> list[Pair]:
+            return [
+                self._join(_read(environments[0], v), _read(environments[1], w))
+                for v, w in zip(atoms, others, strict=True)
+            ]
+
         equations = [pairing.live_equations(program, line) for program, _ in programs]
         body = self.bodies[jax_tracing.open_jaxpr(jaxprs[0])[0]] = Body([], environments, programs[0][0].outvars)
         for eqn, other in pairing.paired(*equations, is_batch=self.variation.rows is not None):
-            if eqn is not None and other is not None:
-                body.pairs.append((eqn, other))
-                pairs = [
-                    self._join(_read(environments[0], v), _read(environments[1], w))
-                    for v, w in zip(eqn.invars, other.invars, strict=True)
-                ]
-                here = jax_compat.traced_line(eqn) or line
-                results = self._equation(eqn, other, pairs, here)
-                for v, w, (one, two) in zip(eqn.outvars, other.outvars, results, strict=True):
-                    environments[0][v], environments[1][w] = one, two
+            if eqn is None or other is None:
+                self._run_only(0 if other is None else 1, eqn or other, environments, line)
                 continue
-            self._run_only(0 if other is None else 1, eqn or other, environments, line)
-        outvars = zip(programs[0][0].outvars, programs[1][0].outvars, strict=True)
-        return [self._join(_read(environments[0], v), _read(environments[1], w)) for v, w in outvars]
+            body.pairs.append((eqn, other))
+            here = jax_compat.traced_line(eqn) or line
+            results = self._equation(eqn, other, join(eqn.invars, other.invars), here)
+            for v, w, (one, two) in zip(eqn.outvars, other.outvars, results, strict=True):
+                environments[0][v], environments[1][w] = one, two
+        return join(programs[0][0].outvars, programs[1][0].outvars)
 
     def _run_only(self, side: int, eqn: Any, environments: Sequence[dict[Any, Value]], line: str) -> None:
         """Runs an equation that only `side` (0 or 1) has. `_join` compares the results where both sides read them."""
@@ -126,17 +127,15 @@ class Walk:
         relations = self.variation.relations(np.shape(one.array), np.shape(other.array))
         if origin is None or not relations:
             return one, other, "other"
+        eqn, line = origin
+        if self.variation.rows is not None:
+            self._report.skips(eqn, line, _UNPAIRED)
+            return one, self._replaced(one, other, relations[0]), relations[0]
         least = self._reordered(one, other)
-        if least is not None:
-            self._report.differs(origin[0], origin[1], self.variation.name, least, is_other=True)
-            return one, other, "other"
-        expected = self.variation.expected(one.host, relations[0])
-        found = self.variation.difference(other.array, one.host, relations[0])
-        if found is not None and self.variation.rows is None:
-            self._report.differs(origin[0], origin[1], self.variation.name, found, is_other=True)
-        elif found is not None:
-            self._report.skips(origin[0], origin[1], _UNPAIRED)
-        return one, _inheriting(Value(self._put(expected, other), one, relations[0]), [other]), relations[0]
+        found = least or self.variation.difference(other.array, one.host, relations[0])
+        assert found is not None  # they do not correspond
+        self._report.differs(eqn, line, self.variation.name, found, is_other=True)
+        return (one, other, "other") if least else (one, self._replaced(one, other, relations[0]), relations[0])
 
     def _correspond(self, one: Value, other: Value, first: Relation | None = None) -> bool:
         """True if two values correspond: in a relation that their shapes allow (`first` is tried first), or as "packed"
@@ -161,19 +160,16 @@ class Walk:
         """Returns `least_difference` if `other` may be in the order of the devices; else None."""
         return self.variation.least_difference(other.host, one.host) if self._is_by_device(other) else None
 
-    def _put(self, host: np.ndarray, like: Value, side: int = 1) -> Any:
+    def _put(self, host: np.ndarray, like: Value, side: int = 1, leading: int = 0) -> Any:
         with self.sides[side].scope():
-            return bits.push(host, like.array)
+            return bits.push(host, like.array, leading=leading)
 
     # Equations ---------------------------------------------------------------------------------------------------
 
     def _equation(self, eqn: Any, other: Any, pairs: Sequence[Pair], line: str) -> list[tuple[Value, Value]]:
         enter = {"scan": self._scan, "while": self._while, "cond": self._cond}.get(eqn.primitive.name)
-        if enter is not None:
-            found = enter(eqn, other, pairs, line)
-            if found is not None:
-                return found
-        return self._alone(eqn, other, pairs, line)
+        found = enter(eqn, other, pairs, line) if enter else None
+        return self._alone(eqn, other, pairs, line) if found is None else found
 
     def _cond(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
         """Follows the branch that the reference takes; None if the index of the branch is not the same."""
@@ -184,21 +180,21 @@ class Walk:
         taken = min(max(int(self.variation.decision(index.host)), 0), len(branches[0]) - 1)
         return [x[:2] for x in self._jaxprs((branches[0][taken], branches[1][taken]), _apart(operands), line)]
 
-    def _while(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
-        """Follows a loop as often as the reference's condition is true. Never returns None."""
+    def _while(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]]:
+        """Follows a loop as often as the reference's condition is true."""
         nconds, nbody = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        conditions, bodies = ([e.params[name] for e in (eqn, other)] for name in ("cond_jaxpr", "body_jaxpr"))
+        conditions, bodies = ((eqn.params[name], other.params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
         of_cond, of_body, carry = pairs[:nconds], pairs[nconds : nconds + nbody], pairs[nconds + nbody :]
         while True:
-            ((goes_on, _, _),) = self._jaxprs((conditions[0], conditions[1]), _apart([*of_cond, *carry]), line)
+            ((goes_on, _, _),) = self._jaxprs(conditions, _apart([*of_cond, *carry]), line)
             if not bool(self.variation.decision(goes_on.host)):  # the variant goes on from equal bits here too
                 return [x[:2] for x in carry]
-            carry = self._jaxprs((bodies[0], bodies[1]), _apart([*of_body, *carry]), line)
+            carry = self._jaxprs(bodies, _apart([*of_body, *carry]), line)
 
     def _scan(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
         """Walks the steps of a scan in order, and returns the pairs of its results. Returns None for a scan without
         steps, or if the variant's scan has another number of steps, as a scan over the rows of another batch has."""
-        length, bodies = eqn.params["length"], [e.params["jaxpr"] for e in (eqn, other)]
+        length, bodies = eqn.params["length"], (eqn.params["jaxpr"], other.params["jaxpr"])
         if length == 0 or other.params["length"] != length:
             return None
         nconsts, ncarry = jax_compat.scan_counts(eqn)
@@ -206,8 +202,7 @@ class Walk:
         steps = range(length)[::-1] if eqn.params["reverse"] else range(length)
         ys: dict[int, list[Pair]] = {}
         for i in steps:
-            sliced = [self._step(pair, i) for pair in xs]
-            results = self._jaxprs((bodies[0], bodies[1]), _apart([*consts, *carry, *sliced]), line)
+            results = self._jaxprs(bodies, _apart([*consts, *carry, *(self._step(pair, i) for pair in xs)]), line)
             carry, ys[i] = results[:ncarry], results[ncarry:]
         stacked = [self._stack([ys[i][k] for i in range(length)]) for k in range(len(ys[0]))]
         return [*(x[:2] for x in carry), *stacked]
@@ -215,30 +210,25 @@ class Walk:
     def _step(self, pair: Pair, i: int) -> Pair:
         """Returns slice `i` of both values along dimension 0. The relation is "other" if dimension 0 has the rows."""
         one, other, relation = pair
-        values = []
-        for side, value in zip(self.sides, (one, other), strict=True):
-            with side.scope():
-                values.append(Value(bits.push(value.host[i], value.array, leading=-1)))
         if isinstance(relation, Rows):
-            relation = Rows(relation.dim - 1, relation.outer, relation.inner) if relation.dim else "other"
-        values[1].twin, values[1].relation = values[0], relation
-        return values[0], _inheriting(values[1], [other]), relation
+            relation = dataclasses.replace(relation, dim=relation.dim - 1) if relation.dim else "other"
+        arrays = (self._put(x.host[i], x, side, leading=-1) for side, x in enumerate((one, other)))
+        return _paired(arrays, relation, [other])
 
     def _stack(self, steps: Sequence[Pair]) -> tuple[Value, Value]:
         """Returns the values of all steps of a scan, stacked along a new dimension 0. The relation is "other" if the
         relations of the steps differ, but "packed" if each is "packed" or "same"."""
-        values = []
-        for side, column in zip(self.sides, _apart(steps), strict=True):
-            with side.scope():
-                host = np.stack([value.host for value in column])
-                values.append(Value(bits.push(host, column[0].array, leading=1)))
-        (relation, *others) = {step[2] for step in steps}
-        if {relation, *others} == {"same", "packed"}:
-            relation, others = "packed", []
+        found = {relation for _, _, relation in steps}
+        relation: Relation = "packed" if found == {"same", "packed"} else "other"
+        if len(found) == 1:
+            (relation,) = found
         if isinstance(relation, Rows):
-            relation = Rows(relation.dim + 1, relation.outer, relation.inner)
-        values[1].twin, values[1].relation = values[0], "other" if others else relation
-        return values[0], _inheriting(values[1], [x for _, x, _ in steps])
+            relation = dataclasses.replace(relation, dim=relation.dim + 1)
+        arrays = (
+            self._put(np.stack([x.host for x in column]), column[0], side, leading=1)
+            for side, column in enumerate(_apart(steps))
+        )
+        return _paired(arrays, relation, [x for _, x, _ in steps])[:2]
 
     # Equations that run alone ------------------------------------------------------------------------------------
 
@@ -246,26 +236,23 @@ class Walk:
         """Runs an equation of each side, notes the run, and returns the pairs of its results, as `_settled` does. A
         relu mask, or a result that `_is_other_order`, stays as it is. Its relation is "packed" if there are others
         and `_settled` replaces none of them, else "other"."""
-        ones = self.sides[0].run(eqn, [x.array for x, _, _ in pairs])
-        others = self.sides[1].run(other, [x.array for _, x, _ in pairs])
-        self._report.ran(eqn, line)
         operands = [x for _, x, _ in pairs]
-        values = [
-            (Value(one), _inheriting(Value(two, is_by_device=operations.is_by_device(other, i)), operands))
-            for i, (one, two) in enumerate(zip(ones, others, strict=True))
-        ]
-        is_packed = [
-            operations.is_packed(eqn, one.array.dtype) or self._is_other_order(one, two) for one, two in values
-        ]
-        settled = [
-            (one, two) if packed else self._settled(eqn, pairs, i, (one, two), line)
-            for i, ((one, two), packed) in enumerate(zip(values, is_packed, strict=True))
-        ]
-        is_same = not all(is_packed) and all(
-            after is before for (_, after), (_, before) in zip(settled, values, strict=True)
-        )
-        for (one, two), packed in zip(values, is_packed, strict=True):
-            if packed and is_same:
+        ones = self.sides[0].run(eqn, [x.array for x, _, _ in pairs])
+        others = self.sides[1].run(other, [x.array for x in operands])
+        self._report.ran(eqn, line)
+        settled, packed, is_same = list[tuple[Value, Value]](), list[tuple[Value, Value]](), True
+        for i, arrays in enumerate(zip(ones, others, strict=True)):
+            one, two = map(Value, arrays)
+            two.is_by_device = operations.is_by_device(other, i)
+            after = _inheriting(two, operands)
+            if operations.is_packed(eqn, one.array.dtype) or self._is_other_order(one, two):
+                packed.append((one, two))
+            else:
+                after = self._settled(eqn, pairs, i, one, two, line)
+                is_same &= after is two
+            settled.append((one, after))
+        if is_same and len(packed) < len(settled):
+            for one, two in packed:
                 two.twin, two.relation = one, "packed"
         return settled
 
@@ -273,41 +260,40 @@ class Walk:
         """True if these values are in the order of the devices, in two shapes, and do not have the same elements."""
         return self._is_by_device(other) and one.array.shape != other.array.shape and not self._correspond(one, other)
 
-    def _settled(self, eqn: Any, pairs: Any, i: int, found: tuple[Value, Value], line: str) -> tuple[Value, Value]:
-        """Returns output `i` of both sides, which is `found` before; reports a difference, or why the output cannot be
-        compared. The variant then goes on with the reference's bits. It keeps its own value if no dimension is the
-        batch, if the order differs, or if `_of_size` keeps it. The variant's value is marked as mixed if inputs have
-        rows of the batch and the output has none, or mixes them."""
-        one, other = found
+    def _settled(self, eqn: Any, pairs: Any, i: int, one: Value, other: Value, line: str) -> Value:
+        """Returns the value with which the variant goes on for output `i`, which is `one` on the reference's side and
+        `other` on the variant's; reports a difference, or why the output cannot be compared. This is the value with the
+        reference's bits, but `other` if no dimension is the batch, if the order differs, or if `_of_size` keeps it. It
+        is marked as mixed if inputs have rows of the batch and the output has none, or mixes them."""
         batched = [relation for _, x, relation in pairs if isinstance(relation, Rows) and x.is_of_batch]
         if self._correspond(one, other, batched[0] if batched else None):
             other.is_mixed |= bool(batched) and other.relation == "same"
-            return one, other
+            return other
         relations = self.variation.relations(one.array.shape, other.array.shape)
         is_of_size = any(relation == "other" for _, _, relation in pairs)
         if not relations:
             if batched:
                 self._report.skips(eqn, line, _UNPLACED)
             other.is_mixed |= bool(batched)
-            return one, other
+            return other
         least = self._reordered(one, other)
         if least is not None:
             if is_of_size:
                 self._report.skips(eqn, line, _OTHERS)
             else:
                 self._report.differs(eqn, line, self.variation.name, least, i)
-            return one, _inheriting(Value(other.array), [other])
+            return _inheriting(Value(other.array), [other])
         if is_of_size or (isinstance(relations[0], Rows) and not batched):
-            return one, self._of_size(eqn, one, other, relations[0], line)
+            return self._of_size(eqn, one, other, relations[0], line)
         kept = next((r for r in relations if not batched or self._keeps_rows(eqn, pairs, i, one, r)), None)
         if kept is None:
             self._report.skips(eqn, line, _MIXES)
             other.is_mixed = True
-            return one, self._replaced(one, other, relations[0])
+            return self._replaced(one, other, relations[0])
         difference = self.variation.difference(other.array, one.host, kept)
         assert difference is not None
         self._report.differs(eqn, line, self.variation.name, difference, i)
-        return one, self._replaced(one, other, kept)
+        return self._replaced(one, other, kept)
 
     def _of_size(self, eqn: Any, one: Value, other: Value, relation: Relation, line: str) -> Value:
         """Returns the value with which the variant continues if operands or the equation depend on the batch size.
@@ -315,11 +301,10 @@ class Walk:
         that also depend on the batch's arrays (noise added to the rows), and for all floats on another mesh, reports
         that they were not compared, marks them as mixed, and returns the reference's, or nothing after them could be
         compared."""
-        if not other.is_of_batch and self.variation.rows is not None:
+        is_of_mesh = self.variation.rows is None
+        if not (other.is_of_batch or is_of_mesh) or not jnp.issubdtype(one.array.dtype, jnp.inexact):
             return other
-        if not jnp.issubdtype(one.array.dtype, jnp.inexact):
-            return other
-        self._report.skips(eqn, line, _OF_SIZE if self.variation.rows is not None else _OTHERS)
+        self._report.skips(eqn, line, _OTHERS if is_of_mesh else _OF_SIZE)
         other.is_mixed = True
         return self._replaced(one, other, relation)
 
@@ -345,17 +330,23 @@ class Walk:
                     operands.append(self._put(host, one, side=0))
                 else:
                     operands.append(one.array)
-            again = bits.pull(self.sides[0].run(eqn, operands)[i])
-            have, want = again, out.host
+            have, want = bits.pull(self.sides[0].run(eqn, operands)[i]), out.host
             if isinstance(relation, Rows):
                 have, want = (relation.apart(x, nrows)[kept] for x in (have, want))
-            if bits.difference(np.ascontiguousarray(have), np.ascontiguousarray(want)) is not None:
+            if bits.difference(have, want) is not None:
                 return False
         return True
 
 
 def _apart(pairs: Sequence[Pair]) -> tuple[list[Value], list[Value]]:
     return [one for one, _, _ in pairs], [other for _, other, _ in pairs]
+
+
+def _paired(arrays: Iterable[Any], relation: Relation, operands: Sequence[Value]) -> Pair:
+    """Returns the values of the two arrays as a pair; the second is marked as `_inheriting` does."""
+    one, other = map(Value, arrays)
+    other.twin, other.relation = one, relation
+    return one, _inheriting(other, operands), relation
 
 
 def _inheriting(value: Value, operands: Sequence[Value]) -> Value:

@@ -34,12 +34,11 @@ from jaxmp._src.core.validation.comm_options import ALGORITHMS
 from jaxmp._src.platform.hardware.clock import interleaved
 from jaxmp._src.platform.runtime import config, native
 from jaxmp._src.tools.cli import bench, output
-from jaxmp._src.tools.cli.selftest import check_placement, place, require_equal
+from jaxmp._src.tools.cli.selftest import check_placement, place, product_of, require_equal
 from jaxmp.testing import ON_GPUS, Check, Layout
 
-_KINDS = (_TYPES, _EPILOGS, _ALGORITHMS, _SEQUENCES, _MICROBATCHES, _RATES, _DEATH) = (
-    *("types", "epilogs", "algorithms", "sequences", "microbatches", "rates", "death of a rank"),
-)
+_DEATH = "death of a rank"
+_KINDS = ("types", "epilogs", "algorithms", "sequences", "microbatches", "rates", _DEATH)
 _BATCH = 60  # calls of a sequence that are dispatched before the first is waited for
 _IN_FLIGHT = 8  # calls of a timed product
 
@@ -54,11 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the checks in one process and, with several GPUs, in one per GPU. Writes the JSON file --out and prints a
     table, the failures and a sentence. Returns 1 if a check fails, else 0. With --rank it only runs the checks of one
-    rank of such a job, and returns 0. Raises CommandError without rich, and as `_job` does."""
+    rank of such a job, and returns 0. Raises CommandError as `_job` does."""
     if options.rank:
         _run_rank(options.rank, options.quick)
         return 0
-    output.rich("table")  # raises before the work where rich is missing
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         jobs = [_job(1, Path(folder), options.quick, start + 30 * options.minutes)]
@@ -67,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     said, failed = _sentence(jobs), [x | {"in": job["name"]} for job in jobs for x in job["checks"] if x.get("error")]
     options.out.write_text(json.dumps({"passed": not failed, "sentence": said, "jobs": jobs}, indent=1) + "\n")
     rows = [(kind, *(_cell(job, kind) for job in jobs)) for kind in _KINDS]
-    output.print_table("", ("", *(job["name"] for job in jobs)), rows)
+    output.print_table([("", *(job["name"] for job in jobs)), *rows])
     for check in failed:
         print(f"FAILED in {check['in']}: {check['check']}, {check['of']}: {check['error']}")
     print(said)
@@ -157,7 +155,7 @@ def _sentence(jobs: list[dict[str, Any]]) -> str:
         parts.append(
             f"in {job['name']} " + ", ".join(f"{kind} {cell}" for kind in _KINDS if (cell := _cell(job, kind)) != "-")
         )
-        rates = [x["found"] for x in job["checks"] if x["check"] == _RATES and x.get("found")]
+        rates = [x["found"] for x in job["checks"] if x["check"] == "rates" and x.get("found")]
         if ratios := [rate["jaxmp"] / rate["xla"] for rate in rates]:
             parts[-1] += f", at {min(ratios):.2f} to {max(ratios):.2f} of XLA's rate"
         parts[-1] += f" (not run because {job['not run because']})" * ("not run" in parts[-1])
@@ -206,36 +204,31 @@ def _checks(ndevices: int, nranks: int, is_quick: bool) -> Iterator[Check]:
         # Along the other axis of the mesh, too.
         lines += [dataclasses.replace(x, mesh=tuple(zip("yx", dict(x.mesh).values(), strict=True))) for x in lines]
         calls = _BATCH * (2 if is_quick else 168)
-        yield Check(_SEQUENCES, f"{calls} calls", functools.partial(_check_sequence, lines, calls, is_quick))
-        yield Check(_MICROBATCHES, "checkpoints", functools.partial(_check_microbatches, ndevices, extents))
+        yield Check("sequences", f"{calls} calls", functools.partial(_check_sequence, lines, calls, is_quick))
+        yield Check("microbatches", "checkpoints", functools.partial(_check_microbatches, ndevices, extents))
     plain = [layout for layout in layouts if layout.name in ("local", "all-gather", "reduce-scatter", "all-reduce")]
     layouts, types = (plain[1:3], ("float32",)) if is_quick else (layouts, ("bfloat16", "float32"))
     for layout, dtype in itertools.product(layouts, types if is_quick else (*testing.DTYPES, "float8_e4m3fn")):
         run = functools.partial(exact, layout, dtype, extents=extents, has_gradients=True)
-        yield Check(_TYPES, f"{layout.name}, {dtype}", run)
+        yield Check("types", f"{layout.name}, {dtype}", run)
     for layout, dtype, (name, patterns) in itertools.product(layouts, types, ALGORITHMS.items()):
         if ndevices > 1 and layout.name.removeprefix("data x ").replace("-", "_") in patterns:
             run = functools.partial(exact, layout, dtype, extents=extents, comm=CommOptions(algorithm=name))  # type: ignore[arg-type]
-            yield Check(_ALGORITHMS, f"{layout.name}, {dtype}, {name}", run)
+            yield Check("algorithms", f"{layout.name}, {dtype}, {name}", run)
     some = list(epilogs.RULES)[1 :: 13 if is_quick else 1]
     for layout, dtype, epilog in itertools.product(plain[:2] if is_quick else plain, types, some):
         run = functools.partial(exact, layout, dtype, extents=(32, 64, 64), epilog=epilog)
-        yield Check(_EPILOGS, f"{layout.name}, {dtype}, {epilog.name}", run)
+        yield Check("epilogs", f"{layout.name}, {dtype}, {epilog.name}", run)
     timed = ("local", "all_gather", "reduce_scatter", "all_reduce")[: 2 if is_quick else None]
     for pattern in timed if ndevices > 1 else ("local",):
         run_rate = functools.partial(_check_rate, pattern, ndevices, 16 if is_quick else 8192, types[0])
-        yield Check(_RATES, pattern, run_rate)
+        yield Check("rates", pattern, run_rate)
     if nranks > 1:
         yield Check(_DEATH, "between two products", functools.partial(_check_death, plain[1]))
 
 
-def _product_of(layout: Layout) -> Any:
-    """Returns a function of two arrays of NumPy, a (m, k) and b (n, k), that gives a @ b.T in this layout. The library
-    takes b in this form in every pattern."""
-    mesh, specs = layout.make_mesh(), (layout.a, P(*layout.b[::-1]))
-    shardings = {"in_shardings": specs, "out_sharding": layout.d, "mesh": mesh}
-    product = jax.jit(functools.partial(matmul, transpose_b=True, implementation=ON_GPUS, **shardings))
-    return lambda a, b: product(*(place(x, mesh, spec) for x, spec in zip((a, b), specs, strict=True)))
+# The library takes b as (n, k) in every pattern.
+_product_of = functools.partial(product_of, transpose_b=True, implementation=ON_GPUS)
 
 
 def _line(ndevices: int) -> jax.sharding.Mesh:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,30 +22,23 @@ _TYPES = ("float32", "float64", "bfloat16", "float16")
 # Rows, columns and k of a product that measures the rate, and of one that measures the time of a launch.
 _LARGE, _SMALL = 1024, 16
 _STREAM = 2**28  # bytes that a pass over memory reads, and writes: more than caches hold
-_SENT, _TURNS = 2**22, 9  # bytes that each process of a job sends to each other one at a time, and how often
+_SENT = 2**22  # bytes that each process of a job sends to each other one at a time
 _FLOAT8 = "float8_e4m3fn"
 
 
-def measure(on_step: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
+def measure() -> dict[str, Any]:
     """Measures this process's devices in some ten seconds, and returns the fields of a `Hardware` as a dict. All
-    processes of a job call this, which adds the fields of `_network`. "link_bandwidth" of one device is the memory's.
-    `on_step(name)` is called after each step but the network's."""
+    processes of a job call this, which adds the fields of `_network`. "link_bandwidth" of one device is memory's."""
     devices, is_shared = jax.local_devices(), jax.default_backend() == "cpu"
-    rates: dict[str, float] = {}
-    xla_rates: dict[str, float] = {}
     with jax.enable_x64(True):
-        for dtype in _TYPES:
-            rates[dtype], xla_rates[dtype] = _rates(dtype)
-            on_step(dtype)
+        both = {dtype: _rates(dtype) for dtype in _TYPES}
+        rates, xla_rates = ({dtype: pair[i] for dtype, pair in both.items()} for i in (0, 1))
         if is_shared:  # hostmp decodes either
             rates |= dict.fromkeys(("float8", "float4"), _rates(_FLOAT8)[0])
-            on_step("float8")
         mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(AxisType.Explicit,), devices=devices)
         launch = _launch(mesh)
-        on_step("launch")
         bandwidth, zeros = _memory_bandwidth(), jax.jit(functools.partial(jnp.zeros, _STREAM // 4, jnp.float32))
         link = _link_bandwidth(mesh) if len(devices) > 1 else bandwidth
-        on_step("memory and links")
     network = _network() if jax.process_count() > 1 else {}
     return {
         "name": f"this ({processor().name if is_shared else devices[0].device_kind})",
@@ -112,27 +104,20 @@ def _network() -> dict[str, Any]:
         gathered: jax.Array = lax.all_gather(x, "x", tiled=True)
         return gathered[: x.size]
 
-    def seconds(nbytes: int, times: int) -> tuple[float, float]:
-        """Returns seconds of one all-gather: by the clock, and of the processor, divided by its cores. `nbytes`: of the
-        gathered array; `times`: how often a call gathers."""
+    def seconds(nbytes: int, times: int, clock: Callable[[], float] = time.perf_counter) -> float:
+        """Returns seconds of one all-gather. `nbytes`: of the gathered array; `times`: how often a call gathers."""
         x = jax.jit(functools.partial(jnp.zeros, nbytes // 4), out_shardings=NamedSharding(mesh, P("x")))()
         local = functools.partial(lax.fori_loop, 0, times, lambda _, x: gather(x))
         call = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
-        turns = []
-        for _ in range(_TURNS + 1):  # the first one compiles; every process takes as many
-            started, worked = time.perf_counter(), time.process_time()
-            call(x).block_until_ready()
-            turns.append((time.perf_counter() - started, (time.process_time() - worked) / processor().cores))
-        took, work = (statistics.median(each) / times for each in zip(*turns[1:], strict=True))
-        return took, work
+        return _seconds_of_job(functools.partial(call, x), clock) / times
 
-    (latency, _), received = seconds(4 * mesh.size, 64), _SENT * (jax.process_count() - 1)
-    large, work = seconds(_SENT * jax.process_count(), 1)
+    latency, received = seconds(4 * mesh.size, 64), _SENT * (jax.process_count() - 1)
+    large = seconds(_SENT * jax.process_count(), 1)
     return {
         "node": jax.local_device_count(),
         "network_bandwidth": received / max(large - latency, 1e-9),
         "network_latency": latency,
-        "network_load": work / large,
+        "network_load": seconds(_SENT * jax.process_count(), 1, time.process_time) / processor().cores / large,
     }
 
 
@@ -144,12 +129,12 @@ def time_of_small_call() -> float:
     of = [
         jax.jit(functools.partial(jnp.ones, x), out_shardings=NamedSharding(mesh, spec))() for spec, x in shapes.items()
     ]
-    turns = []
-    for _ in range(_TURNS + 1):  # as above
-        started = time.perf_counter()
-        call(*of).block_until_ready()
-        turns.append(time.perf_counter() - started)
-    return statistics.median(turns[1:])
+    return _seconds_of_job(functools.partial(call, *of))
+
+
+def _seconds_of_job(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Returns the median seconds of a call that all processes make, each of them equally often."""
+    return interleaved({"": call}, rounds=(9, 9), clock=clock, turn=0)[""]
 
 
 def _seconds(*calls: Callable[[], Any]) -> list[float]:

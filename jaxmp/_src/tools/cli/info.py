@@ -1,8 +1,10 @@
-"""Shows the machine, the installation, and which implementation computes a product; --json for bug reports."""
+"""Show the machine, the installation, and which implementation computes a product; --json for bug reports."""
 
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
 import dataclasses
 import importlib.metadata
 import platform
@@ -21,10 +23,10 @@ from jaxmp._src.platform.hardware.processor import processor
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime import config, cuda_libraries, native
 from jaxmp._src.tools.cli import calibrate
-from jaxmp._src.tools.cli.output import CommandError, make_cpu_devices, print_json, print_table, progress, rich
+from jaxmp._src.tools.cli.output import CommandError, make_cpu_devices, print_json, print_table
 
 _PACKAGES = (
-    *("jaxmp", "jax", "jaxlib", "numpy", "ml_dtypes", "scipy-openblas32", "opt_einsum", "rich"),
+    *("jaxmp", "jax", "jaxlib", "numpy", "ml_dtypes", "scipy-openblas32", "opt_einsum"),
     *("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cublasmp-cu12", "nvidia-cublasmp-cu13"),
     *("nvidia-nccl-cu12", "nvidia-nccl-cu13", "mpi4py", "flax", "equinox"),
 )
@@ -46,28 +48,22 @@ def run(options: argparse.Namespace) -> int:
     found = config.launcher() if options.job or options.calibrate else None
     if options.job and not found:
         raise CommandError("--job needs a job of processes; start one: mpiexec -n 4 jaxmp info --job, or srun")
-    nprocesses = found[1] if found else 1
-    if nprocesses > 1:
+    if found and found[1] > 1:
         distributed.initialize()
-    is_first = nprocesses == 1 or jax.process_index() == 0
+    elif options.calibrate:
+        make_cpu_devices(_CALIBRATED)
+    is_first = jax.process_index() == 0
     if options.calibrate:
-        if nprocesses == 1:
-            make_cpu_devices(_CALIBRATED)
-        with progress("calibrate", 7, is_quiet=options.json or not is_first) as step:
-            measured = calibrate.measure(step)
+        measured = calibrate.measure()
         if is_first:
             calibration.save(measured)
-    if not options.json:
-        rich("table")  # raises before the work where rich is missing
     sections = facts()
-    if not is_first:
-        return 0
-    if options.json:
+    if options.json and is_first:
         print_json(sections)
-        return 0
-    for title, section in sections.items():
-        rows = [(name, _text(value)) for name, value in section.items()]
-        print_table(title, ("", ""), rows)
+    elif is_first:
+        for title, section in sections.items():
+            print(title)
+            print_table((f"  {name}", _text(value)) for name, value in section.items())
     return 0
 
 
@@ -94,10 +90,8 @@ def _versions() -> dict[str, Any]:
     """Returns versions of Python, the system and each installed package of `_PACKAGES`, and Python's path."""
     found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found | {"executable": sys.executable}
 
 
@@ -107,19 +101,13 @@ def _host() -> dict[str, Any]:
         info = native.blas_info()
     except (ImportError, ValueError) as error:
         return {"unavailable": str(error)}
-    facts = {
-        "BLAS": info.pop("library"),
-        "configuration": info.pop("config"),
-        "instruction set": info.pop("instruction set"),
-    }
-    return facts | {f"kernel for {name}": kernel for name, kernel in info.items()}
+    names = {"library": "BLAS", "config": "configuration", "instruction set": "instruction set"}
+    return {names.get(name, f"kernel for {name}"): value for name, value in info.items()}
 
 
 def _devices() -> dict[str, Any]:
     """Returns JAX's platform, a text that counts the devices by kind, and the number of processes."""
-    kinds: dict[str, int] = {}
-    for device in jax.devices():
-        kinds[device.device_kind] = kinds.get(device.device_kind, 0) + 1
+    kinds = collections.Counter(device.device_kind for device in jax.devices())
     return {
         "platform": jax.default_backend(),
         "devices": ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
@@ -155,16 +143,12 @@ def _libraries() -> dict[str, Any]:
 
 
 def _calibration() -> dict[str, Any]:
-    """Returns what `hardware="this"` has, as text: operations and bytes per second, seconds, the source and the file.
-    The only value says so if nothing is measured, or if the machine has changed since."""
+    """Returns what `hardware="this"` has, and its file. The only value says so if nothing is measured, or if the
+    machine has changed since."""
     found = calibration.load()
     if found is None:
         return {"rates of this machine": "not measured; jaxmp info --calibrate does"}
-    rates = {f"rate in {name}": f"{rate:.3g}" for name, rate in found["rates"].items()}
-    networks = ("network_bandwidth", "network_latency", "network_load")
-    names = ("memory_bandwidth", "new_memory_bandwidth", "link_bandwidth", *networks, "launch")
-    measured = {name: f"{found[name]:.3g}" for name in names if name in found}
-    return rates | measured | {"source": found["source"], "file": str(calibration.path())}
+    return found | {"file": str(calibration.path())}
 
 
 def _choice(dtype: str, implementation: str | None = None) -> tuple[str, str]:
@@ -183,5 +167,7 @@ def _choice(dtype: str, implementation: str | None = None) -> tuple[str, str]:
 
 def _text(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}={each}" for name, each in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+        return ", ".join(f"{name}={_text(each)}" for name, each in value.items())
+    if isinstance(value, tuple | list):
+        return ", ".join(map(str, value))
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

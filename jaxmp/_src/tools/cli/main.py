@@ -1,29 +1,19 @@
 """`python -m jaxmp` and the script `jaxmp`: reads the command line and runs one command.
 
-A command is a module with `add_arguments(parser)` and `run(options)`, which returns the exit status.
+A command is a module with `add_arguments(parser)` and `run(options)`, which returns the exit status. Its docstring is
+the text of --help.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
-from types import ModuleType
+from collections.abc import Sequence
 
 from jaxmp._src.tools.cli import accept, advise, bench, explain, info, selftest
 from jaxmp._src.tools.cli.output import CommandError
 
-# Exit statuses: what was checked holds, it does not, and it could not be checked.
-GOOD, BROKEN, UNABLE, INTERRUPTED = 0, 1, 2, 130
-
-_COMMANDS: Mapping[str, tuple[ModuleType, str]] = {
-    "info": (info, "versions, processor, BLAS, devices, libraries, and which implementation serves a product here"),
-    "selftest": (selftest, "check placement, rounding and every promise about bits on this machine"),
-    "accept": (accept, "prove cuBLASMp on a node with GPUs: one table, one JSON file"),
-    "bench": (bench, "compare the time of a product with XLA's, here and now"),
-    "advise": (advise, "rank the shardings of a product by predicted time"),
-    "explain": (explain, "print what the products of a function of a file do"),
-}
+_COMMANDS = {"info": info, "selftest": selftest, "accept": accept, "bench": bench, "advise": advise, "explain": explain}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,21 +22,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     other than CommandError. Wrong arguments end in argparse's SystemExit."""
     options = _parser().parse_args(arguments)
     try:
-        return int(_COMMANDS[options.command][0].run(options))
+        return int(_COMMANDS[options.command].run(options))
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return 130
     except BrokenPipeError:  # the reader, `head` for one, has seen enough
         sys.stderr.close()
-        return GOOD
+        return 0
     except CommandError as error:
         message = str(error)
     except Exception as error:
         if options.traceback:
             raise
-        first = next(iter(str(error).splitlines()), "")
-        message = f"{type(error).__name__}: {first} (--traceback shows where)"
+        message = next(iter(str(error).splitlines()), "")
+        own = f"{options.command}: "  # a refusal by the public function of the same name
+        if not message.startswith(own):
+            message = f"{type(error).__name__}: {message} (--traceback shows where)"
+        message = message.removeprefix(own)
     print(f"jaxmp {options.command}: {message}", file=sys.stderr)
-    return UNABLE
+    return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,8 +49,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 for success, 1 where a check fails, 2 where the command cannot run.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module, text) in _COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=f"{module.__doc__}")
+    for name, module in _COMMANDS.items():
+        text = str(module.__doc__)
+        command = commands.add_parser(name, help=text.partition(":")[0], description=text)
         command.add_argument("--traceback", action="store_true", help="show where an unexpected error comes from")
         module.add_arguments(command)
     return parser

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,28 +49,33 @@ def run(options: argparse.Namespace) -> int:
     """Runs the checks and prints their results, as a table or with --json as JSON. A check that raises has failed, and
     the next one runs. Returns 1 if one fails, else 0. Raises CommandError for too few devices, or "cublasmp" without a
     GPU."""
-    if not options.json:
-        output.rich("progress")  # raises before the work where rich is missing
     output.make_cpu_devices(options.devices or _DEVICES[-1])
-    if options.implementation == testing.ON_GPUS and jax.default_backend() != "gpu":
-        platform = jax.default_backend()
+    platform = jax.default_backend()
+    if options.implementation == testing.ON_GPUS and platform != "gpu":
         raise output.CommandError(f"--implementation cublasmp needs a CUDA device, JAX's backend is {platform}")
     count = options.devices or max(count for count in _DEVICES if count <= jax.device_count())
     output.require_devices(count)
     results = []
     started = time.perf_counter()
     with jax.enable_x64(True):
-        found = list(checks(count, options.implementation, options.quick))
-        with output.progress("selftest", len(found), is_quiet=options.json) as step:
-            for check in found:
-                results.append(_result(check))
-                step(f"{check.promise} {check.subject}")
-    seconds, has_failed = time.perf_counter() - started, any(result["error"] for result in results)
+        for check in output.counted("selftest", list(checks(count, options.implementation, options.quick))):
+            error = ""
+            try:
+                check.run()
+            except Exception as raised:  # a check that cannot run is a result as well
+                error = f"{type(raised).__name__}: {raised}"
+            results.append({"check": check.promise, "of": check.subject, "error": error})
+    seconds, failed = time.perf_counter() - started, [result for result in results if result["error"]]
     if options.json:
-        output.print_json({"passed": not has_failed, "seconds": seconds, "checks": results})
-    else:
-        _print(results, seconds)
-    return int(has_failed)
+        output.print_json({"passed": not failed, "seconds": seconds, "checks": results})
+        return int(bool(failed))
+    ran, wrong = (collections.Counter(result["check"] for result in some) for some in (results, failed))
+    output.print_table([("check", "run", "failed"), *((kind, ran[kind], wrong[kind]) for kind in ran)])
+    for result in failed:
+        print(f"FAILED {result['check']} of {result['of']}: {result['error']}")
+    if not failed:
+        print(f"jaxmp works on this machine ({seconds:.0f} s).")
+    return int(bool(failed))
 
 
 def checks(ndevices: int, implementation: str | None, is_quick: bool) -> Iterator[Check]:
@@ -157,7 +164,7 @@ def check_rounding(layout: Layout, dtype: str, implementation: str | None) -> in
     """Checks a product of normal values: each element within |D - D*| <= c (u_sum |A||B| + u |D*|) of D*, computed in
     float64. Returns 1; raises AssertionError if one is farther away."""
     a, b = testing.draw(0, (48, 264), dtype), testing.draw(1, (264, 56), dtype)
-    got, want = _wide(_product(layout, a, b, implementation)), _wide(a) @ _wide(b)
+    got, want = _wide(product_of(layout, implementation=implementation)(a, b)), _wide(a) @ _wide(b)
     u_sum, u = (float(jnp.finfo(x).eps) / 2 for x in (accumulator(dtype), dtype))
     allowed = _ROUNDINGS * (u_sum * (np.abs(_wide(a)) @ np.abs(_wide(b))) + u * np.abs(want))
     if not np.all(np.abs(got - want) <= allowed):
@@ -170,33 +177,10 @@ def _wide(x: ArrayLike) -> np.ndarray:
     return np.asarray(x).astype(np.complex128)
 
 
-def _product(layout: Layout, a: np.ndarray, b: np.ndarray, implementation: str | None) -> jax.Array:
-    mesh = layout.make_mesh()
-    placed = [place(x, mesh, spec) for x, spec in ((a, layout.a), (b, layout.b))]
-    options = {"in_shardings": (layout.a, layout.b), "out_sharding": layout.d, "mesh": mesh}
-    product: jax.Array = jax.jit(functools.partial(matmul, implementation=implementation, **options))(*placed)
-    return product
-
-
-def _result(check: Check) -> dict[str, str]:
-    """Runs a check. Returns "check" (the promise), "of" (the subject) and "error" (what the check raised, or "")."""
-    text = ""
-    try:
-        check.run()
-    except Exception as error:  # a check that cannot run is a result as well
-        text = f"{type(error).__name__}: {error}"
-    return {"check": check.promise, "of": check.subject, "error": text}
-
-
-def _print(results: Sequence[dict[str, str]], seconds: float) -> None:
-    kinds = dict.fromkeys(result["check"] for result in results)
-    rows = []
-    for kind in kinds:
-        errors = [result["error"] for result in results if result["check"] == kind]
-        rows.append((kind, len(errors), sum(map(bool, errors))))
-    output.print_table("", ("check", "run", "failed"), rows, numbers=2)
-    for result in results:
-        if result["error"]:
-            print(f"FAILED {result['check']} of {result['of']}: {result['error']}")
-    if not any(result["error"] for result in results):
-        print(f"jaxmp works on this machine ({seconds:.0f} s).")
+def product_of(layout: Layout, *, transpose_b: bool = False, **options: Any) -> Callable[..., jax.Array]:
+    """Returns a function of two arrays of NumPy that multiplies them in this layout: a (m, k) and b (k, n), or with
+    `transpose_b` b (n, k)."""
+    mesh, specs = layout.make_mesh(), (layout.a, P(*layout.b[::-1]) if transpose_b else layout.b)
+    options |= {"in_shardings": specs, "out_sharding": layout.d, "mesh": mesh, "transpose_b": transpose_b}
+    product = jax.jit(functools.partial(matmul, **options))
+    return lambda a, b: product(*(place(x, mesh, spec) for x, spec in zip((a, b), specs, strict=True)))

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from jaxmp._src.core.contraction.contraction import Dim
 from jaxmp._src.tools.explain.row import Row
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
-    """A block: its row and column among the blocks of a matrix, and the positions in the mesh of its devices."""
-
-    row: int
-    column: int
-    devices: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A matrix of a call. `grid`: the numbers of rows and of columns of blocks. `blocks`: row by row. `received`: (row,
-    column) of each block that device 0 receives from other devices."""
+    """A matrix of a call. `grid`: the numbers of rows and of columns of blocks. `blocks`: by (row, column), the
+    positions in the mesh of a block's devices. `received`: the blocks that device 0 receives from other devices."""
 
     name: str
     shape: tuple[int, int]
     grid: tuple[int, int]
-    blocks: tuple[Block, ...]
+    blocks: Mapping[tuple[int, int], tuple[int, ...]]
     received: frozenset[tuple[int, int]]
 
 
@@ -39,15 +31,15 @@ def matrices(row: Row) -> tuple[Matrix, ...]:
     if not row.placement or not row.mesh:
         return ()
     m, k, n = row.extents
-    shapes, received, names = ((m, k), (k, n), (m, n)), _received(row), ["A", "B", "D"]
+    shapes, names = ((m, k), (k, n), (m, n)), ["A", "B", "D"]
     if not row.has_matrices:  # a row of blocks for each part of the groups
         of_groups = next(i for i, shape in enumerate(row.global_shapes) if len(shape) == 3)
-        k, m, n = (k, m, n) if of_groups == 1 else (m, k, n)
-        matrix, rows = (row.global_shapes[of_groups][0], n), (m, n)
-        shapes = ((m, k), matrix, rows) if of_groups == 1 else ((m, k), rows, matrix)
+        groups = (row.global_shapes[of_groups][0], n)
+        shapes = ((m, k), groups, (m, n)) if of_groups == 1 else ((k, m), (k, n), groups)
         names[of_groups] += " of groups"
+    received, sizes = _received(row), dict(row.mesh)
     return tuple(
-        Matrix(name, shape, _grid(dims, dict(row.mesh)), _blocks(dims, row.mesh), frozenset(received.get(name, ())))
+        Matrix(name, shape, _grid(dims, sizes), _blocks(dims, sizes), frozenset(received.get(name, ())))
         for name, shape, dims in zip(names, shapes, row.placement, strict=True)
     )
 
@@ -57,24 +49,14 @@ def _grid(dims: tuple[Dim, Dim], sizes: Mapping[str, int]) -> tuple[int, int]:
     return rows, columns
 
 
-def _blocks(dims: tuple[Dim, Dim], mesh: Sequence[tuple[str, int]]) -> tuple[Block, ...]:
-    """Returns the blocks, row by row, of a matrix with rows and columns sharded over the axes `dims`."""
-    holders: dict[tuple[int, int], list[int]] = {}
-    for device, place in enumerate(itertools.product(*(range(size) for _, size in mesh))):
-        coordinates = dict(zip((name for name, _ in mesh), place, strict=True))
-        holders.setdefault(_place(dims, coordinates, dict(mesh)), []).append(device)
-    return tuple(Block(i, j, tuple(devices)) for (i, j), devices in sorted(holders.items()))
-
-
-def _place(dims: tuple[Dim, Dim], coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Returns (row, column) of the block that the device at these mesh coordinates holds."""
-    place = []
-    for dim in dims:
-        index = 0
-        for axis in dim:
-            index = index * sizes[axis] + coordinates[axis]
-        place.append(index)
-    return place[0], place[1]
+def _blocks(dims: tuple[Dim, Dim], sizes: Mapping[str, int]) -> dict[tuple[int, int], tuple[int, ...]]:
+    """Returns the devices of each block of a matrix with rows and columns sharded over the axes `dims`."""
+    names, grid = [*sizes], _grid(dims, sizes)
+    order = [names.index(axis) for dim in dims for axis in dim]
+    order += [i for i in range(len(names)) if i not in order]
+    devices = np.arange(math.prod(sizes.values())).reshape([*sizes.values()])
+    held = devices.transpose(order).reshape(*grid, -1)
+    return {(i, j): tuple(held[i, j].tolist()) for i, j in np.ndindex(*grid)}
 
 
 def _received(row: Row) -> dict[str, set[tuple[int, int]]]:
@@ -83,13 +65,12 @@ def _received(row: Row) -> dict[str, set[tuple[int, int]]]:
     column. The result is empty for all other patterns."""
     if row.pattern not in ("all_gather", "grid"):
         return {}
-    (of_a, _, of_d), sizes = row.placement, dict(row.mesh)
+    (of_a, of_b, of_d), sizes = row.placement, dict(row.mesh)
     if row.pattern == "all_gather":
         group = [axis for axis in of_a[0] if axis not in of_d[0]]
         return {"A": {(i, 0) for i in range(1, math.prod(sizes[axis] for axis in group))}}
-    along_k = (math.prod(sizes[axis] for axis in dim) for dim in (row.placement[0][1], row.placement[1][0]))
-    a, b = along_k
-    return {"A": {(0, j) for j in range(1, a)}, "B": {(i, 0) for i in range(1, b)}}
+    columns, rows = (math.prod(sizes[axis] for axis in dim) for dim in (of_a[1], of_b[0]))
+    return {"A": {(0, j) for j in range(1, columns)}, "B": {(i, 0) for i in range(1, rows)}}
 
 
 def label(devices: Sequence[int], total: int) -> str:

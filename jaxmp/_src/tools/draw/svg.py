@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Sequence
 
 from jaxmp._src.tools.draw.blocks import Matrix, label, matrices, sentence, shown
@@ -59,19 +60,16 @@ def _matrix(matrix: Matrix, ndevices: int, place: tuple[float, float, float, flo
     out. A block has the colour of its first device, and a dashed border if device 0 receives it."""
     left, top, width, height = place
     rows, columns = (shown(count, _MOST) for count in matrix.grid)
-    devices = {(block.row, block.column): block.devices for block in matrix.blocks}
     dy, dx = height / len(rows), width / len(columns)
     parts = []
-    for y, i in enumerate(rows):
-        for x, j in enumerate(columns):
-            place = (left + x * dx, top + y * dy, dx, dy)
-            if i is None or j is None:
-                parts.append(_text("…", place[0] + dx / 2, place[1] + dy / 2 + 4, "middle"))
-                continue
-            parts.append(_rectangle(place, _colour(devices[i, j][0], ndevices), (i, j) in matrix.received))
-            parts.append(
-                _text(label(devices[i, j], ndevices), place[0] + dx / 2, place[1] + dy / 2 + 4, "middle", on=True)
-            )
+    for (y, i), (x, j) in itertools.product(enumerate(rows), enumerate(columns)):
+        middle = left + (x + 0.5) * dx, top + (y + 0.5) * dy + 4
+        if i is None or j is None:
+            parts.append(_text("…", *middle, "middle"))
+            continue
+        devices, corner = matrix.blocks[i, j], (left + x * dx, top + y * dy)
+        parts.append(_rectangle((*corner, dx, dy), _colour(devices[0], ndevices), (i, j) in matrix.received))
+        parts.append(_text(label(devices, ndevices), *middle, "middle", on=True))
     return "".join(parts)
 
 

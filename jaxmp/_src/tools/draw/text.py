@@ -34,12 +34,11 @@ def _lines(matrix: Matrix, ndevices: int) -> list[str]:
     """Returns the lines of a table of a matrix: each block's devices, in brackets if device 0 receives the block; "..."
     for blocks that `shown` leaves out."""
     rows, columns = (shown(count, _MOST) for count in matrix.grid)
-    devices = {(block.row, block.column): block.devices for block in matrix.blocks}
     cells = []
     for i in rows:
         line = []
         for j in columns:
-            text = "..." if i is None or j is None else label(devices[i, j], ndevices)
+            text = "..." if i is None or j is None else label(matrix.blocks[i, j], ndevices)
             line.append(f"[{text}]" if (i, j) in matrix.received else f" {text} ")
         cells.append(line)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Sequence
 
 from jaxmp._src.tools.profile.trace import Event
@@ -58,10 +57,10 @@ def svg_of(events: Sequence[Event], seconds: float) -> str:
             f'<rect x="{_LEFT + x:.2f}" y="{top}" width="{max(width, 0.5):.2f}" height="{_HEIGHT - 4}" fill="{fill}">'
             f"<title>{tip}</title></rect>"
         )
-    for tick in _ticks(seconds):
-        x = _LEFT + _WIDTH * tick / seconds
+    for i in range(5) if seconds else ():
+        x = _LEFT + _WIDTH * i / 4
         parts.append(f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{axis}" stroke="{_INK}" stroke-width="0.3"/>')
-        parts.append(_text(f"{tick * 1e6:g} us", x, axis + 12))
+        parts.append(_text(f"{round(seconds * 1e6 * i / 4, 1):g} us", x, axis + 12))
     for i, name in enumerate(names):
         y = axis + (i + 1) * _LINE + 4
         fill = _colour(i, len(names))
@@ -72,15 +71,6 @@ def svg_of(events: Sequence[Event], seconds: float) -> str:
         f'viewBox="0 0 {_LEFT + _WIDTH + 60} {height}" font-family="sans-serif" font-size="11" fill="{_INK}" '
         f'role="img">{"".join(parts)}</svg>'
     )
-
-
-def _ticks(seconds: float) -> list[float]:
-    """Returns at most seven round times from 0 to `seconds`; none if that is 0."""
-    if seconds <= 0:
-        return []
-    step = 10.0 ** math.floor(math.log10(seconds / 2))
-    step *= next((factor for factor in (1, 2, 5) if seconds / (step * factor) <= 6), 10)
-    return [i * step for i in range(int(seconds / step) + 1)]
 
 
 def _colour(index: int, count: int) -> str:

@@ -95,9 +95,7 @@ def _events(profile: Any, ranges: dict[str, str]) -> Iterator[Event]:
             of_plane = found[1] if found else "0"
             for line in plane.lines:
                 for event in line.events:
-                    stats: dict[str, Any] = {
-                        name: value for name, value in event.stats if name in ("hlo_op", "device_ordinal")
-                    }
+                    stats: dict[str, Any] = dict(event.stats)
                     if "hlo_op" not in stats or _HOLDERS.match(event.name):
                         continue
                     device = int(stats.get("device_ordinal") or of_plane)
