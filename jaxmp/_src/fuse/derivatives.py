@@ -26,11 +26,12 @@ linear_p = jax_compat.make_primitive("jaxmp_linear", multiple_results=True)
 
 
 def evaluated(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, *, has_rule: bool = True
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, *, is_open: bool = False
 ) -> Any:
     """Traces a function of pytrees and returns its result, computed with the trace's products as calls. At a level the
-    result has the derivative of this module, unless `has_rule` is False or the function has side effects or mutable
-    arrays. Otherwise JAX differentiates each operation."""
+    result has the derivative of this module, unless the function has side effects or mutable arrays: then JAX
+    differentiates each operation. `is_open`: the operations are no part of a function with a derivative rule, because a
+    policy of `jax.checkpoint` asks for each operation, but does not look into such a function."""
     traced = jax_tracing.Traced(fn, args, kwargs)
     jaxpr, consts = traced.jaxpr, traced.consts
 
@@ -40,11 +41,14 @@ def evaluated(
     def rewritten(*values: Any) -> list[Any]:
         return Rewriter(options).evaluate(jaxpr, values[: len(consts)], *values[len(consts) :])
 
-    if not (has_rule and options.level.fixed_order) or jax_tracing.has_state(jaxpr):
-        return traced.result(rewritten(*consts, *traced.arrays))
-    run = jax.custom_jvp(rewritten)
-    run.defjvp(lambda primals, tangents: _jvp(plain, options, primals, tangents), symbolic_zeros=True)
-    return traced.result(run(*consts, *traced.arrays))
+    values = [*consts, *traced.arrays]
+    if not options.level.fixed_order or jax_tracing.has_state(jaxpr):
+        return traced.result(rewritten(*values))
+    # In the open form the rule belongs to the results, and JAX differentiates nothing before them.
+    made = rewritten(*map(jax.lax.stop_gradient, values)) if is_open else []
+    run = jax.custom_jvp(lambda values, made: made or rewritten(*values))
+    run.defjvp(lambda primals, tangents: _jvp(plain, options, primals[0], tangents[0]), symbolic_zeros=True)
+    return traced.result(run(values, made))
 
 
 def _jvp(
@@ -57,8 +61,7 @@ def _jvp(
     def linearized(*primals: Any) -> Any:
         return jax.linearize(_of_some(function, primals, moved), *(primals[i] for i in moved))
 
-    # A policy of `jax.checkpoint` asks for each equation, but does not look into a function with a derivative rule.
-    results, linear = evaluated(linearized, primals, {}, options, has_rule=False)
+    results, linear = evaluated(linearized, primals, {}, options, is_open=True)
     residuals, tree = jax.tree.flatten(linear)
     inexact = [i for i, x in enumerate(results) if jax.numpy.issubdtype(x.dtype, np.inexact)]
 
@@ -124,7 +127,7 @@ def _batch(operands: Sequence[Any], dims: Sequence[Any], *, function: Function, 
 
 
 def _lower(*operands: Any, function: Function, options: Options, **_: Any) -> Any:
-    return evaluated(function, operands, {}, options, has_rule=False)
+    return evaluated(function, operands, {}, options, is_open=True)
 
 
 def lowered(eqn: Any) -> list[jax_compat.Jaxpr]:
