@@ -4,6 +4,8 @@ Without these tests, XLA could sum over a sharded dimension in another order, di
 a product and a sum once, in one program and not in the other.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -172,6 +174,21 @@ def test_a_gradient_of_a_fused_loss_does_not_know_the_mesh(mesh_of):
     jax.tree.map(assert_bitwise_equal, got, of_loss(X, W))
 
 
+def penalty(f, x, w):
+    """Is the size of a gradient, so that its gradient is a second derivative."""
+    return sum(jnp.sum(g * g) for g in jax.tree.leaves(jax.grad(f, (0, 1))(x, w)))
+
+
+def test_second_derivatives_of_a_fused_loss_do_not_know_the_mesh(mesh_of):
+    fused = jaxmp.fuse(small, determinism="topology")
+    second = jax.jit(jax.grad(functools.partial(penalty, fused), (0, 1)))
+    mesh = mesh_of({"x": 2, "y": 4}, AxisType.Auto)
+    specs = {"kernel": P(None, "y"), "bias": P("y")}
+    put = {name: jax.device_put(w, NamedSharding(mesh, specs[name])) for name, w in W.items()}
+    got = second(jax.device_put(X, NamedSharding(mesh, P("x"))), put)
+    jax.tree.map(assert_bitwise_equal, got, second(X, W))
+
+
 DERIVATIVES = {
     "jvp": lambda f: lambda w: jax.jvp(f, (w,), (w,)),
     "hessian": jax.hessian,
@@ -235,6 +252,60 @@ def test_complex_numbers_keep_infinities_and_nan():
 
     for got, want in zip(jax.jit(jaxmp.fuse(functions, determinism="topology"))(x), jax.jit(functions)(x), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+PATCHES = {  # images, windows, strides and dimensions
+    "patches": ((8, 6, 12, 3), (2, 3, 3, 16), (2, 3), ("NHWC", "HWIO", "NHWC")),
+    "channels first": ((8, 3, 8, 8), (16, 3, 4, 4), (4, 4), ("NCHW", "OIHW", "NCHW")),
+    "1 x 1": ((8, 4, 4, 16), (1, 1, 16, 8), (1, 1), ("NHWC", "HWIO", "NHWC")),
+    "one window": ((8, 4, 4, 16), (4, 4, 16, 8), (1, 1), ("NHWC", "HWIO", "NHWC")),
+}
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("name", PATCHES)
+def test_convolutions_of_patches_are_products(mesh_of, name, axis_type):
+    """XLA sums a gradient of a convolution in other orders on a mesh."""
+    of_x, of_w, strides, dims = PATCHES[name]
+
+    def both(x, w):
+        def loss(x, w):
+            y = lax.conv_general_dilated(x, w, strides, "VALID", dimension_numbers=dims)
+            return jnp.sum(y * y), y
+
+        (_, y), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(x, w)
+        return y, *grads
+
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in (of_x, of_w))
+    fused = jax.jit(jaxmp.fuse(both, determinism="topology"))
+    want = fused(x, w)
+    with jax.set_mesh(mesh_of({"x": 4}, axis_type)):
+        put = jax.device_put(x, P("x")), jax.device_put(w, P())
+        got, plain = fused(*put), jax.jit(both)(*put)
+    for g, f, p in zip(got, want, plain, strict=True):
+        assert_bitwise_equal(g, f)
+        assert jax.typeof(g) == jax.typeof(p)
+        np.testing.assert_allclose(g, p, rtol=1e-5, atol=1e-4)
+
+
+CONVOLUTIONS = {  # options of convolutions that are no products
+    "overlap": {"window_strides": (1, 1), "padding": "VALID"},
+    "gaps": {"window_strides": (3, 3), "padding": "VALID"},
+    "padding": {"window_strides": (2, 2), "padding": ((2, 0), (0, 2))},
+    "groups": {"window_strides": (2, 2), "padding": "VALID", "feature_group_count": 2},
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_other_convolutions_stay_with_xla_and_are_named(name):
+    x, w = jnp.ones((2, 4, 6, 6)), jnp.ones((4, 2 if name == "groups" else 4, 2, 2))
+
+    def program(x, w):
+        return lax.conv_general_dilated(x, w, **CONVOLUTIONS[name])
+
+    with pytest.warns(RuntimeWarning, match=r"conv_general_dilated at test_held_bits\.py:\d+ \(shard no dimension"):
+        got = jaxmp.fuse(program, determinism="topology")(x, w)
+    np.testing.assert_array_equal(got, program(x, w))
 
 
 def test_sums_that_stay_with_xla_are_named(mesh_of):

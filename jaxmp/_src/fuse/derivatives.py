@@ -17,20 +17,23 @@ from jax.interpreters import ad, mlir
 
 from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.rewrite import Rewriter
-from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
+from jaxmp._src.platform.jax_internals import jax_compat, jax_rules, jax_tracing
 
 Function = Callable[..., Sequence[jax.Array]]
 
 # (*residuals, *tangents) -> the results of `function`, which is linear in the tangents.
 linear_p = jax_compat.make_primitive("jaxmp_linear", multiple_results=True)
+# (*values, *results) -> the results, with the derivatives of `function`. They are its results at `places`.
+kept_p = jax_compat.make_primitive("jaxmp_kept", multiple_results=True)
 
 
 def evaluated(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, *, has_rule: bool = True
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, *, is_open: bool = False
 ) -> Any:
     """Traces a function of pytrees and returns its result, computed with the trace's products as calls. At a level the
-    result has the derivative of this module, unless `has_rule` is False or the function has side effects or mutable
-    arrays. Otherwise JAX differentiates each operation."""
+    result has the derivative of this module, unless the function has side effects or mutable arrays: then JAX
+    differentiates each operation. `is_open`: the operations are no part of a function with a derivative rule, because a
+    policy of `jax.checkpoint` asks for each operation, but does not look into such a function."""
     traced = jax_tracing.Traced(fn, args, kwargs)
     jaxpr, consts = traced.jaxpr, traced.consts
 
@@ -40,11 +43,17 @@ def evaluated(
     def rewritten(*values: Any) -> list[Any]:
         return Rewriter(options).evaluate(jaxpr, values[: len(consts)], *values[len(consts) :])
 
-    if not (has_rule and options.level.fixed_order) or jax_tracing.has_state(jaxpr):
-        return traced.result(rewritten(*consts, *traced.arrays))
+    values = [*consts, *traced.arrays]
+    if not options.level.fixed_order or jax_tracing.has_state(jaxpr):
+        return traced.result(rewritten(*values))
+    if is_open:
+        made = rewritten(*map(jax.lax.stop_gradient, values))  # only `kept_p` has derivatives
+        return traced.result(
+            kept_p.bind(*values, *made, function=plain, places=tuple(range(len(made))), options=options)
+        )
     run = jax.custom_jvp(rewritten)
     run.defjvp(lambda primals, tangents: _jvp(plain, options, primals, tangents), symbolic_zeros=True)
-    return traced.result(run(*consts, *traced.arrays))
+    return traced.result(run(*values))
 
 
 def _jvp(
@@ -57,8 +66,7 @@ def _jvp(
     def linearized(*primals: Any) -> Any:
         return jax.linearize(_of_some(function, primals, moved), *(primals[i] for i in moved))
 
-    # A policy of `jax.checkpoint` asks for each equation, but does not look into a function with a derivative rule.
-    results, linear = evaluated(linearized, primals, {}, options, has_rule=False)
+    results, linear = evaluated(linearized, primals, {}, options, is_open=True)
     residuals, tree = jax.tree.flatten(linear)
     inexact = [i for i, x in enumerate(results) if jax.numpy.issubdtype(x.dtype, np.inexact)]
 
@@ -124,7 +132,7 @@ def _batch(operands: Sequence[Any], dims: Sequence[Any], *, function: Function, 
 
 
 def _lower(*operands: Any, function: Function, options: Options, **_: Any) -> Any:
-    return evaluated(function, operands, {}, options, has_rule=False)
+    return evaluated(function, operands, {}, options, is_open=True)
 
 
 def lowered(eqn: Any) -> list[jax_compat.Jaxpr]:
@@ -134,6 +142,30 @@ def lowered(eqn: Any) -> list[jax_compat.Jaxpr]:
     return [jax_tracing.trace(lambda *operands: _lower(*operands, **eqn.params), [v.aval for v in eqn.invars])[0]]
 
 
+def _kept_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, function: Function, places: Sequence[int], options: Options
+) -> Any:
+    """Returns (results, tangents) of `kept_p`, both computed by its function."""
+    n = len(primals) - len(places)
+    results, found = _jvp(function, options, primals[:n], tangents[:n])
+    zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
+    found = [zero if t.dtype == jax.dtypes.float0 else t for t, zero in zip(found, zeros, strict=True)]
+    return [results[i] for i in places], [found[i] for i in places]
+
+
+def _kept_batch(operands: Sequence[Any], dims: Sequence[Any], *, function: Function, **params: Any) -> Any:
+    """Returns what `_batch` does for `kept_p`."""
+    n = len(operands) - len(params["places"])
+    made = jax.vmap(lambda *operands: operands[n:], dims)(*operands)
+    results = kept_p.bind(*operands[:n], *made, function=jax.vmap(function, dims[:n]), **params)
+    return results, [0] * len(results)
+
+
+kept_p.def_abstract_eval(lambda *avals, places, **_: list(avals[len(avals) - len(places) :]))
+ad.primitive_jvps[kept_p] = _kept_jvp
+jax_compat.batching.primitive_batchers[kept_p] = _kept_batch
+mlir.register_lowering(kept_p, lambda _, *operands, places, **__: operands[len(operands) - len(places) :])
+jax_rules.register_unread(kept_p)
 linear_p.def_abstract_eval(_abstract_eval)
 ad.primitive_jvps[linear_p] = _linear_jvp
 ad.primitive_transposes[linear_p] = _transpose

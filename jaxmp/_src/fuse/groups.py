@@ -15,10 +15,10 @@ import numpy as np
 from jaxmp._src.core.lowering import decide
 from jaxmp._src.core.lowering.backend import LARGE_IN_BATCH
 from jaxmp._src.core.spec import low_precision
-from jaxmp._src.fuse import emit, gathers, layers, products, templates
+from jaxmp._src.fuse import convolutions, emit, gathers, layers, products, templates
 from jaxmp._src.fuse.between import Between
 from jaxmp._src.fuse.emit import Options
-from jaxmp._src.fuse.graph import Graph, Group, with_whole_collectives, without_batches_of_one
+from jaxmp._src.fuse.graph import Graph, Group, each_in_place, with_whole_collectives, without_batches_of_one
 from jaxmp._src.fuse.operands import is_auto
 from jaxmp._src.fuse.products import Product
 from jaxmp._src.fuse.reasons import NOTE, NOTES, name_of, safely
@@ -29,7 +29,10 @@ from jaxmp._src.platform.jax_internals import jax_tracing
 
 def grouped(graph: Graph, options: Options) -> tuple[Graph, list[Group], dict[int, str]]:
     """Returns (a changed graph, its groups, by index why other `dot_general`s have none). There, collectives that
-    groups take in are one equation, batches of one product have no batch, and narrow weights are read as stored."""
+    groups take in are one equation, batches of one product have no batch, and narrow weights are read as stored. At a
+    level, convolutions are products if they can be."""
+    if options.level.fixed_order:
+        graph = each_in_place(graph, convolutions.as_product)
 
     def found(left: Collection[Any]) -> tuple[Graph, list[Group], dict[int, str]]:
         whole = without_batches_of_one(with_whole_collectives(graph, left))

@@ -4,9 +4,10 @@ like `jax_compat`."""
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +49,22 @@ def register_nan_checks(primitives: Iterable[Primitive]) -> None:
         return _checkify.nan_error_check(by_jaxmp, *args, **shard_map_p.get_bind_params(params))
 
     _checkify.error_checks[shard_map_p] = check_shard_map
+
+
+def register_unread(primitive: Primitive) -> None:
+    """Makes JAX leave out operands and results that nothing reads, of a primitive (*values, *results) -> results with
+    the numbers of the results in its parameter `places`."""
+
+    def rule(is_read: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
+        eqn = rest[-1]  # after the operands that are alive, since JAX 0.12
+        if not any(is_read):
+            return [False] * len(eqn.invars), None
+        kept = [True] * (len(eqn.invars) - len(is_read)) + list(is_read)
+        places = tuple(itertools.compress(eqn.params["places"], is_read))
+        invars, outvars = [*itertools.compress(eqn.invars, kept)], [*itertools.compress(eqn.outvars, is_read)]
+        return kept, eqn.replace(invars=invars, outvars=outvars, params=eqn.params | {"places": places})
+
+    _pe.dce_rules[primitive] = rule
 
 
 def _is_traced_by_jaxmp(traceback: Any) -> bool:
