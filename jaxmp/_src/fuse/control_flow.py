@@ -33,22 +33,23 @@ class Functions:
         jaxpr, consts = jax_tracing.open_jaxpr(closed)
         return functools.partial(self.evaluate, jaxpr, consts)
 
-    def rewritten(self, closed: Any, *, takes_consts: bool) -> Any:
-        """Returns a jaxpr that computes a jaxpr by `self.evaluate`, the same one for the same jaxpr. Raises
-        UnknownError if it has results of other types, or constants but not `takes_consts`."""
+    def rewritten(self, closed: Any, primitive: str) -> Any:
+        """Returns a jaxpr that computes a jaxpr, a parameter of `primitive`, by `self.evaluate`; the same one for the
+        same jaxpr. Raises UnknownError for results of other types and for constants, if the primitive has none."""
         if closed not in self._known:
             before, _ = jax_tracing.open_jaxpr(closed)
 
             def run(*args: Any) -> list[Any]:
                 results: list[Any] = self.of(closed)(*args)
-                if not all(map(jax_tracing.is_type_of, [v.aval for v in before.outvars], results)):
+                is_same = all(map(jax_tracing.is_type_of, [v.aval for v in before.outvars], results))
+                if not is_same and primitive not in ("jit", "remat2"):
                     raise UnknownError("a program within it would have other results")
                 return results
 
             jaxpr, consts = jax_tracing.trace(run, [v.aval for v in before.invars], before.debug_info)
-            if consts and not takes_consts:
+            if consts and primitive == "remat2":
                 raise UnknownError("a program within it would have constants")
-            self._known[closed] = type(closed)(jaxpr, consts) if takes_consts else jaxpr
+            self._known[closed] = jaxpr if primitive == "remat2" else type(closed)(jaxpr, consts)
         return self._known[closed]
 
 
@@ -126,8 +127,7 @@ def _as_it_stands(functions: Functions, eqn: Any, operands: list[Any]) -> Any:
         return x is None or jax_tracing.is_jaxpr(x)
 
     def rewritten(x: Any) -> Any:
-        takes_consts = eqn.primitive.name != "remat2"
-        return functions.rewritten(x, takes_consts=takes_consts) if jax_tracing.is_jaxpr(x) else x
+        return functions.rewritten(x, eqn.primitive.name) if jax_tracing.is_jaxpr(x) else x
 
     return jax_tracing.evaluate(eqn, operands, **jax.tree.map(rewritten, eqn.params, is_leaf=is_leaf))
 
