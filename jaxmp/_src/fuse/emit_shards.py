@@ -116,9 +116,9 @@ def call(product: Product, operands: Sequence[Any], shared: dict[str, Any]) -> l
 def epilog_options(product: Product, bias: jax.Array | None, c: jax.Array | None) -> dict[str, Any]:
     """Returns the options with which a call adds the bias and c, applies the activation and returns its argument."""
     epilog = epilogs.for_activation(product.activation, bias is not None)
-    epilog = epilog if product.preactivation is None else epilogs.RULES[epilog].with_aux
+    kept = epilog if product.preactivation is None else epilogs.RULES[epilog].with_aux
     inputs = None if bias is None else {"bias": bias}
-    return {"epilog": epilog, "epilog_inputs": inputs} | ({} if c is None else {"beta": 1.0})
+    return {"epilog": kept, "epilog_inputs": inputs} | ({} if c is None else {"beta": 1.0})
 
 
 def results_of(product: Product, found: Any) -> list[jax.Array]:
