@@ -134,12 +134,8 @@ class MoE(nnx.Module):  # type: ignore[misc]
         rngs: nnx.Rngs,
     ) -> None:
         init = kernel_init or nnx.initializers.lecun_normal(batch_axis=(0,))
-        each = {
-            "gate": (features, hidden_features),
-            "up": (features, hidden_features),
-            "down": (hidden_features, features),
-        }
-        for name, shape in each.items():
+        for name in ("gate", "up", "down"):
+            shape = (hidden_features, features) if name == "down" else (features, hidden_features)
             kernel = init(rngs.params(), (num_experts, *shape), param_dtype)
             setattr(self, name, nnx.Param(kernel, **kernel_metadata))
         router = nnx.initializers.lecun_normal()(rngs.params(), (features, num_experts), param_dtype)

@@ -175,6 +175,14 @@ def small_integers(rng: np.random.Generator, shape, dtype) -> np.ndarray:
     return x.astype(jnp.dtype(dtype))
 
 
+def assert_alike(want, got, **tolerances) -> None:
+    """Asserts that the arrays of two trees have the same types and values; with `tolerances`, as close as these say."""
+    check = functools.partial(np.testing.assert_allclose, **tolerances) if tolerances else np.testing.assert_array_equal
+    for w, g in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        assert jax.typeof(w) == jax.typeof(g)
+        check(w, g)
+
+
 def wide(x) -> np.ndarray:
     """Returns `x` in float64 or complex128, without loss."""
     return np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64)

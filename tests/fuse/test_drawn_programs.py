@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import assert_alike
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -195,10 +196,7 @@ def test_drawn_programs_keep_their_values_types_and_gradients(mode, first):
         args = operands(mode, mesh)
         want = jax.jit(both(function))(*args)
         for fused in (both(jaxmp.fuse(function)), jaxmp.fuse(both(function))):
-            got = jax.jit(fused)(*args)
-            for w, g in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
-                assert jax.typeof(w) == jax.typeof(g)
-                np.testing.assert_array_equal(w, g)
+            assert_alike(want, jax.jit(fused)(*args))
 
 
 def test_drawn_programs_have_products_that_are_fused():

@@ -3,13 +3,13 @@ operand, type or sharding, add a collective, or fuse nothing."""
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import collectives_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -155,11 +155,7 @@ def test_values_gradients_types_and_collectives(model, mesh):
         if _of(P()) is not None:
             # The gradient of a sequence-parallel weight gathers the rows again; JAX keeps the gathered rows.
             more = {"all-gather"} if model.function is sequence_parallel else set()
-            assert collectives(program) <= collectives(compiled) | more
-
-
-def collectives(program):
-    return set(re.findall(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(", program.as_text()))
+            assert {*collectives_of(program.as_text())} <= {*collectives_of(compiled.as_text())} | more
 
 
 @by_name

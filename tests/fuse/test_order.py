@@ -22,11 +22,6 @@ def unread(x):
     return x @ x
 
 
-def unread_quotient(x):
-    _ = x / (x - x)
-    return x @ x
-
-
 def log_then_index(x):
     a = jnp.log(-x)
     return x[NINE].sum() + a.sum() + jnp.sum(x @ x)
@@ -72,7 +67,6 @@ def in_a_weight(x):
 
 PROGRAMS = (
     unread,
-    unread_quotient,
     log_then_index,
     index_then_log,
     before_a_product,

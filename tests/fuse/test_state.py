@@ -56,12 +56,10 @@ def through_a_scan(x):
     "program",
     [
         through_a_list,
-        jax.jit(through_a_list, static_argnums=0),
-        jax.grad(through_a_list, argnums=1),
         lambda wrap, x: jaxmp.fuse(functools.partial(through_a_list, wrap))(x),
         lambda _, x: jax.jit(jax.grad(through_a_scan))(x),
     ],
-    ids=["eager", "jit", "grad", "fuse", "scan"],
+    ids=["eager", "fuse", "jit, grad, scan"],
 )
 def test_a_value_left_in_a_list_raises_at_its_use(program):
     with pytest.raises(jax.errors.UnexpectedTracerError, match="traced for fuse"):
@@ -76,15 +74,14 @@ def test_each_call_runs_the_side_effects_of_fn_once():
         assert len(calls) == count
 
 
-@pytest.mark.parametrize("wrap", [jax.checkpoint, jaxmp.fuse], ids=["checkpoint", "fuse"])
-def test_lists_and_dicts_of_arguments_are_copies(wrap):
+def test_lists_and_dicts_of_arguments_are_copies():
     given = {"x": X, "layers": [W]}
 
     def program(state):
         state["layers"].append(2 * state.pop("x") @ W)
         return state
 
-    assert_same({"layers": [W, 2 * X @ W]}, wrap(program)(given))
+    assert_same({"layers": [W, 2 * X @ W]}, jaxmp.fuse(program)(given))
     assert_same({"x": X, "layers": [W]}, given)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,13 +31,8 @@ _LINEAR = {
 _FUNCTIONS = {"_roll_static": "a roll", "_roll_dynamic": "a roll", "_where": "a mask", "_pad": "padding"}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """A path between a value and a collective: the `equation` next to the value and the `rest`; None at the end."""
-
-    collective: Any
-    equation: Any = None
-    rest: _Step | None = None
+# A collective, and the equations between it and a value: () or (the one next to the value, those between the rest).
+_Path = tuple[Any, tuple[Any, ...]]
 
 
 class Between:
@@ -47,25 +41,25 @@ class Between:
 
     def __init__(self, graph: Graph) -> None:
         self._equations = graph.equations
-        self._before: dict[Any, _Step] = {}  # key: a value computed from a gather
-        self._after: dict[Any, _Step] = {}  # key: a value that a sum over ranks is linear in
+        self._before: dict[Any, _Path] = {}  # key: a value computed from a gather
+        self._after: dict[Any, _Path] = {}  # key: a value that a sum over ranks is linear in
         for eqn in graph.equations:
             if eqn.primitive.name in _GATHERS:
-                self._before |= dict.fromkeys(eqn.outvars, _Step(eqn))
+                self._before |= dict.fromkeys(eqn.outvars, (eqn, ()))
             elif eqn.primitive.name not in (*PRODUCTS, *_SUMS):
                 self._follow(eqn, self._before, eqn.invars, eqn.outvars)
         for eqn in reversed(graph.equations):
-            inputs = [v for v in eqn.invars if not jax_tracing.is_literal(v)]
+            inputs = jax_tracing.variables(eqn)
             if eqn.primitive.name in _SUMS:
-                self._after |= dict.fromkeys(inputs, _Step(eqn))
+                self._after |= dict.fromkeys(inputs, (eqn, ()))
             elif _word(eqn) is not None:
                 self._follow(eqn, self._after, eqn.outvars, inputs)
 
     @staticmethod
-    def _follow(eqn: Any, known: dict[Any, _Step], sources: Sequence[Any], targets: Sequence[Any]) -> None:
+    def _follow(eqn: Any, known: dict[Any, _Path], sources: Sequence[Any], targets: Sequence[Any]) -> None:
         found = (known.get(v) for v in sources if not jax_tracing.is_literal(v))
-        if (step := next(filter(None, found), None)) is not None:
-            known |= dict.fromkeys(targets, _Step(step.collective, eqn, step))
+        if path := next(filter(None, found), None):
+            known |= dict.fromkeys(targets, (path[0], (eqn, path[1])))
 
     def reason(self, product: Product) -> str:
         """Returns why the product's call does not do the gather before the product or, if there is none, the sum over
@@ -73,14 +67,14 @@ class Between:
         if there is no such collective, or if the call does another collective of a named axis."""
         operands = [v for v in (product.lhs.value, product.rhs.value) if not jax_tracing.is_literal(v)]
         before = next(filter(None, map(self._before.get, operands)), None)
-        step = before or self._after.get(self._equations[product.index].outvars[0])
-        if step is None or product.is_shared_by_name:
+        path = before or self._after.get(self._equations[product.index].outvars[0])
+        if path is None or product.is_shared_by_name:
             return ""
-        found, collective = dict[str, None](), _named(step.collective)
-        while step.equation is not None and step.rest is not None and len(found) < 4:
-            if _word(step.equation) != "":
-                found[_named(step.equation)] = None
-            step = step.rest
+        found, collective, between = dict[str, None](), _named(path[0]), path[1]
+        while between and len(found) < 4:
+            eqn, between = between
+            if _word(eqn) != "":
+                found[_named(eqn)] = None
         if not found:
             return f"no call takes in its {collective}, so the product is local"
         words = [*found][:3][:: -1 if before else 1]

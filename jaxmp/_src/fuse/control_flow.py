@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jaxmp._src.core.primitive.primitives import is_own_jit
@@ -22,82 +21,68 @@ Function = Callable[..., Any]
 
 
 class Functions:
-    """Turns jaxprs into functions, one for each jaxpr, so that JAX traces and compiles each jaxpr once."""
+    """Turns jaxprs into functions and into rewritten jaxprs, one for each jaxpr, so that JAX traces and compiles each
+    jaxpr once."""
 
     def __init__(self, evaluate: Evaluate) -> None:
         self.evaluate = evaluate
-        self._known: dict[Any, Function] = {}
-        self._jaxprs: list[Any] = []  # kept alive, because their ids are keys
+        self._known: dict[Any, Any] = {}  # rewritten jaxprs
 
     def of(self, closed: Any) -> Function:
-        """Returns the function that evaluates a jaxpr by `self.evaluate`, the same function for the same jaxpr."""
-        if id(closed) not in self._known:
-            self._jaxprs.append(closed)
-            jaxpr, consts = jax_tracing.open_jaxpr(closed)
-            self._known[id(closed)] = functools.partial(self.evaluate, jaxpr, consts)
-        return self._known[id(closed)]
+        """Returns the function that evaluates a jaxpr by `self.evaluate`."""
+        jaxpr, consts = jax_tracing.open_jaxpr(closed)
+        return functools.partial(self.evaluate, jaxpr, consts)
 
-    def jitted(self, params: dict[str, Any]) -> Function:
-        """Returns the function of a `jit` equation with these parameters, jitted with its name and options. It is one
-        function for the same jaxpr, shardings and donations."""
-        f = self.of(params["jaxpr"])
-        key = id(f), tuple(map(repr, (params["in_shardings"], params["out_shardings"], params["donated_invars"])))
-        if key not in self._known:
+    def rewritten(self, closed: Any, primitive: str) -> Any:
+        """Returns a jaxpr that computes a jaxpr, a parameter of `primitive`, by `self.evaluate`; the same one for the
+        same jaxpr. Raises UnknownError for results of other types and for constants, if the primitive has none."""
+        if closed not in self._known:
+            before, _ = jax_tracing.open_jaxpr(closed)
 
-            def named(*args: Any) -> list[Any]:
-                results: list[Any] = f(*args)
+            def run(*args: Any) -> list[Any]:
+                results: list[Any] = self.of(closed)(*args)
+                is_same = all(map(jax_tracing.is_type_of, [v.aval for v in before.outvars], results))
+                if not is_same and primitive not in ("jit", "remat2"):
+                    raise UnknownError("a program within it would have other results")
                 return results
 
-            named.__name__ = named.__qualname__ = params["name"]
-            given, wanted = (
-                [None if jax_tracing.is_unspecified(s) else s for s in params[side]]
-                for side in ("in_shardings", "out_shardings")
-            )
-            shardings: dict[str, Any] = {}
-            if any(s is not None for s in given):
-                shardings["in_shardings"] = tuple(given)
-            if any(s is not None for s in wanted):
-                shardings["out_shardings"] = wanted
-            donated = tuple(i for i, is_donated in enumerate(params["donated_invars"]) if is_donated)
-            self._known[key] = jax.jit(
-                named, donate_argnums=donated, inline=params["inline"], keep_unused=params["keep_unused"], **shardings
-            )
-        return self._known[key]
+            jaxpr, consts = jax_tracing.trace(run, [v.aval for v in before.invars], before.debug_info)
+            if consts and primitive == "remat2":
+                raise UnknownError("a program within it would have constants")
+            self._known[closed] = jaxpr if primitive == "remat2" else type(closed)(jaxpr, consts)
+        return self._known[closed]
+
+
+def inside(eqn: Any, *, of_jaxmp: bool = False) -> Iterator[Any]:
+    """Yields the equations in the jaxprs of an equation, and in theirs; with `of_jaxmp` also in jaxmp's functions."""
+    if of_jaxmp or not is_own_jit(eqn):
+        for sub in jax_compat.subjaxprs(eqn.params):
+            for inner in sub.eqns:
+                yield inner
+                yield from inside(inner, of_jaxmp=of_jaxmp)
 
 
 def has_products(eqn: Any, more: Collection[str] = ()) -> bool:
     """True if the jaxprs in an equation contain a product, an operation with products in its derivative, a ragged
     all-to-all, or a primitive of `more`. Always true for a custom VJP, because of its rules; false for functions of
     jaxmp. The equation itself does not count."""
-    if is_own_jit(eqn):
-        return False
-    return eqn.primitive.name == "custom_vjp_call" or any(
-        inner.primitive.name in (*PRODUCTS, *DERIVED, EXCHANGE, *more) or has_products(inner, more)
-        for sub in jax_compat.subjaxprs(eqn.params)
-        for inner in sub.eqns
-    )
+    wanted = {"custom_vjp_call", *PRODUCTS, *DERIVED, EXCHANGE, *more}
+    return eqn.primitive.name == "custom_vjp_call" or any(inner.primitive.name in wanted for inner in inside(eqn))
 
 
-def products_in(eqn: Any) -> Iterator[Any]:
-    """Yields the equation itself if it is a product, else the products in its jaxprs, except jaxmp's functions."""
-    if eqn.primitive.name in PRODUCTS:
-        yield eqn
-    elif not is_own_jit(eqn):
-        for sub in jax_compat.subjaxprs(eqn.params):
-            for inner in sub.eqns:
-                yield from products_in(inner)
+def products_in(eqn: Any) -> list[Any]:
+    """Returns the products among an equation and the equations in its jaxprs, except jaxmp's functions."""
+    return [each for each in (eqn, *inside(eqn)) if each.primitive.name in PRODUCTS]
 
 
 def weaker_calls(eqn: Any, level: Level) -> Iterator[Any]:
     """Yields specs of jaxmp's calls, of `eqn` or in its jaxprs, that promise less than `level`, except of integers."""
-    spec = eqn.params.get("spec")
-    if isinstance(given := getattr(spec, "level", None), Level):
-        is_weaker = (level.fixed_order, level.global_order) > (given.fixed_order, given.global_order)
-        if is_weaker and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.inexact):
-            yield spec
-    for sub in jax_compat.subjaxprs(eqn.params):
-        for inner in sub.eqns:
-            yield from weaker_calls(inner, level)
+    for each in (eqn, *inside(eqn, of_jaxmp=True)):
+        spec = each.params.get("spec")
+        if isinstance(given := getattr(spec, "level", None), Level):
+            is_weaker = (level.fixed_order, level.global_order) > (given.fixed_order, given.global_order)
+            if is_weaker and jnp.issubdtype(each.invars[0].aval.dtype, jnp.inexact):
+                yield spec
 
 
 def evaluate(functions: Functions, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
@@ -105,7 +90,7 @@ def evaluate(functions: Functions, eqn: Any, operands: Sequence[Any]) -> Sequenc
     rule = _RULES.get(eqn.primitive.name)
     if rule is None:
         raise UnknownError(f"{eqn.primitive.name} is left as it is")
-    results: Sequence[Any] = rule(functions, eqn.params, list(operands), eqn)
+    results: Sequence[Any] = rule(functions, eqn, list(operands))
     return results
 
 
@@ -135,78 +120,20 @@ def opened(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
         return None
 
 
-def _jit(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
-    return functions.jitted(params)(*operands)
-
-
-def _scan(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
-    """Runs a scan with its body rewritten; returns [*carry, *stacked]."""
-    consts, carry = jax_compat.scan_counts(eqn)
-    body = functions.of(params["jaxpr"])
-    fixed, init, xs = operands[:consts], operands[consts : consts + carry], operands[consts + carry :]
-
-    def step(state: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = body(*fixed, *state, *x)
-        return results[:carry], results[carry:]
-
-    # lax.scan takes a symbolic length from the arrays only.
-    length = None if xs else params["length"]
-    state, ys = lax.scan(step, init, xs, length=length, reverse=params["reverse"], unroll=params["unroll"])
-    return [*state, *ys]
-
-
-def _while(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
-    """Runs a while loop with its condition and body rewritten; returns the last state."""
-    of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
-    cond_consts, body_consts = operands[:of_cond], operands[of_cond : of_cond + of_body]
-    cond, body = functions.of(params["cond_jaxpr"]), functions.of(params["body_jaxpr"])
-    predicate: Any = jax_tracing.open_jaxpr(params["cond_jaxpr"])[0].outvars[0]
-    if predicate.aval.shape:  # of `vmap`: one for each example, and lax.while_loop takes one
-        return _as_it_stands(functions, params, operands, eqn)
-    return lax.while_loop(
-        lambda state: cond(*cond_consts, *state)[0],
-        lambda state: list(body(*body_consts, *state)),
-        operands[of_cond + of_body :],
-    )
-
-
-def _cond(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
-    if set(params) - {"branches"}:  # a choice by platform
-        return _as_it_stands(functions, params, operands, eqn)
-    branches = [functions.of(branch) for branch in params["branches"]]
-    return lax.switch(operands[0], branches, *operands[1:])
-
-
-def _remat(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
-    f = functions.of(params["jaxpr"])
-    if params["differentiated"]:  # in a backward pass: keep its operations apart from the forward ones
-        return _as_it_stands(functions, params, operands, eqn)
-    return jax.checkpoint(f, prevent_cse=params["prevent_cse"], policy=params["policy"])(*operands)
-
-
-def _as_it_stands(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
-    """Returns the results of an equation that keeps its primitive and parameters, with the jaxprs in them rewritten.
-    Raises UnknownError if a rewritten jaxpr has constants or results of other types."""
-
-    def rewritten(closed: Any) -> Any:
-        before, _ = jax_tracing.open_jaxpr(closed)
-        jaxpr, consts = jax_tracing.trace(functions.of(closed), [v.aval for v in before.invars])
-        if consts or [v.aval for v in jaxpr.outvars] != [v.aval for v in before.outvars]:
-            raise UnknownError(f"a program within {eqn.primitive.name} would have other constants or results")
-        return jaxpr if isinstance(closed, jax_compat.Jaxpr) else type(closed)(jaxpr, ())
+def _as_it_stands(functions: Functions, eqn: Any, operands: list[Any]) -> Any:
+    """Returns the results of an equation that keeps its primitive and parameters, with the jaxprs in them rewritten."""
 
     def is_leaf(x: Any) -> bool:
         return x is None or jax_tracing.is_jaxpr(x)
 
-    parts = {
-        name: x for name, x in params.items() if any(map(jax_tracing.is_jaxpr, jax.tree.leaves(x, is_leaf=is_leaf)))
-    }
-    changed = jax.tree.map(lambda x: rewritten(x) if jax_tracing.is_jaxpr(x) else x, parts, is_leaf=is_leaf)
-    return jax_tracing.evaluate(eqn, operands, **changed)
+    def rewritten(x: Any) -> Any:
+        return functions.rewritten(x, eqn.primitive.name) if jax_tracing.is_jaxpr(x) else x
+
+    return jax_tracing.evaluate(eqn, operands, **jax.tree.map(rewritten, eqn.params, is_leaf=is_leaf))
 
 
-def _custom(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
-    body = functions.of(params["call_jaxpr"])
+def _custom(functions: Functions, eqn: Any, operands: list[Any]) -> Any:
+    body = functions.of(eqn.params["call_jaxpr"])
     return jax_tracing.evaluate_with_body(eqn, operands, body, lambda rule: functools.partial(_rule, functions, rule))
 
 
@@ -220,12 +147,9 @@ def _rule(functions: Functions, rule: Callable[..., Any], *args: Any) -> Any:
     return traced.result(functions.evaluate(traced.jaxpr, traced.consts, *traced.arrays))
 
 
-def _call(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
-    return functions.of(params["call_jaxpr"])(*operands)
-
-
-def _shard_map(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
+def _shard_map(functions: Functions, eqn: Any, operands: list[Any]) -> Any:
     """Runs a `shard_map` with its body rewritten, over the axes that the equation makes manual."""
+    params = eqn.params
     f = functions.of(params["jaxpr"])
     mapped: Any = jax.shard_map(
         lambda *args: tuple(f(*args)),
@@ -238,16 +162,11 @@ def _shard_map(functions: Functions, params: dict[str, Any], operands: list[Any]
     return mapped(*operands)
 
 
+_KEPT = ("jit", "scan", "while", "cond", "remat2", "custom_linear_solve", "composite")
 _RULES = {
-    "jit": _jit,
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-    "custom_linear_solve": _as_it_stands,
-    "composite": _as_it_stands,
-    "remat2": _remat,
+    **dict.fromkeys(_KEPT, _as_it_stands),
     "custom_jvp_call": _custom,
     "custom_vjp_call": _custom,
-    "closed_call": _call,
+    "closed_call": lambda functions, eqn, operands: functions.of(eqn.params["call_jaxpr"])(*operands),
     "shard_map": _shard_map,
 }

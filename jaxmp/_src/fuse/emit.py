@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmp._src.core.ops import dot_general as _dot_general
 from jaxmp._src.core.ops.matmul import linear, matmul
 from jaxmp._src.core.sharding import meshes
-from jaxmp._src.core.spec import epilogs, levels
+from jaxmp._src.core.spec import levels
 from jaxmp._src.core.spec.epilogs import Epilog
 from jaxmp._src.core.spec.levels import Level
 from jaxmp._src.core.spec.low_precision import Scaling
@@ -24,7 +24,7 @@ from jaxmp._src.core.spec.options import Implementation
 from jaxmp._src.core.spec.refusal import NotAvailable, of_layer
 from jaxmp._src.core.spec.request import Request
 from jaxmp._src.fuse import emit_shards
-from jaxmp._src.fuse.operands import Operand, is_auto, is_explicit
+from jaxmp._src.fuse.operands import Operand, axes_of_type, is_auto, is_explicit
 from jaxmp._src.fuse.products import Product
 
 
@@ -76,19 +76,13 @@ def _call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra
         shared |= {"transpose_a": product.x.contract == (0,), "transpose_b": product.w.contract == (1,)}
         return [matmul(x, w, conjugate_a=conjugates[0], conjugate_b=conjugates[1], **shared)]
     x, w = (lax.conj(each) if is_conjugated else each for each, is_conjugated in zip((x, w), conjugates, strict=True))
-    if not product.is_matrix or (product.is_swapped and is_auto(product.result.aval) and not product.epilog):
+    if not product.is_matrix or (product.is_swapped and is_auto(product.result.aval) and not product.has_epilog):
         return [_general(product, options.level, x, w, shared)]
     shared |= {"transpose_b": product.w.contract == (1,), "scaling": scaling}
-    inputs = None if bias is None else {"bias": bias}
-    if c is not None:
-        shared |= {"epilog": epilogs.for_activation(None, bias is not None), "epilog_inputs": inputs, "beta": 1.0}
-        return [matmul(x, w, c, **shared)]
-    if product.preactivation is not None:
-        rule = epilogs.RULES[epilogs.for_activation(product.activation, bias is not None)]
-        shared |= {"epilog": rule.with_aux, "epilog_inputs": inputs}
-        d, more = matmul(x, w, **shared)
-        return [d, *more.values()]
-    return [linear(x, w, bias, activation=product.activation, **shared)]
+    if c is None and product.preactivation is None:
+        return [linear(x, w, bias, activation=product.activation, **shared)]
+    found = matmul(x, w, c, **shared, **emit_shards.epilog_options(product, bias, c))
+    return emit_shards.results_of(product, found)
 
 
 def _scaling(product: Product, values: Iterable[jax.Array]) -> Scaling | None:
@@ -145,7 +139,7 @@ def _general(product: Product, level: Level, x: jax.Array, y: jax.Array, options
     if level.global_order:
         if not one.batch:
             return _as_matrices(one, x, other, y, options)
-        if any(_axes_of(x, d) for x, dims in ((x, one.contract), (y, other.contract)) for d in dims):
+        if any(axes_of_type(jax.typeof(x))[d] for x, dims in ((x, one.contract), (y, other.contract)) for d in dims):
             raise NotAvailable("ranks share the contraction of a batch")
         options = options | levels.ANY_MESH_ORDER.option  # products of whole rows and columns do not depend on the mesh
     numbers = ((one.contract, other.contract), (one.batch, other.batch))
@@ -170,16 +164,18 @@ def _as_matrices(one: Operand, x: jax.Array, other: Operand, y: jax.Array, optio
         joined = [_joined_axes(part) for part in (entries[: len(one.free)], entries[len(one.free) :])]
         flat = of_d.update(partitions=joined)
     d: jax.Array = matmul(a, b, out_sharding=flat, **options)
-    return lax.reshape(d, shape, out_sharding=None if of_d is None else jax.sharding.NamedSharding(_mesh(d), of_d))
+    return lax.reshape(
+        d, shape, out_sharding=None if of_d is None else jax.sharding.NamedSharding(jax.typeof(d).sharding.mesh, of_d)
+    )
 
 
 def _gathered(x: jax.Array, dims: Sequence[int]) -> jax.Array:
     """Returns x with the dimensions `dims` whole on every device; x itself if its type shards none of them."""
-    if not any(_axes_of(x, d) for d in dims):
+    axes, sharding = axes_of_type(jax.typeof(x)), jax.typeof(x).sharding
+    if not any(axes[d] for d in dims):
         return x
-    spec = jax.typeof(x).sharding.spec
-    whole = P(*(None if i in dims else entry for i, entry in enumerate(spec.partitions)))
-    return meshes.reshard(x, _mesh(x), spec, whole, is_explicit=True)
+    whole = P(*(None if i in dims else entry or None for i, entry in enumerate(axes)))
+    return meshes.reshard(x, sharding.mesh, sharding.spec, whole, is_explicit=True)
 
 
 def _joined(x: jax.Array, rows: tuple[int, ...], columns: tuple[int, ...]) -> jax.Array:
@@ -188,8 +184,8 @@ def _joined(x: jax.Array, rows: tuple[int, ...], columns: tuple[int, ...]) -> ja
     shape = tuple(math.prod(x.shape[d] for d in dims) for dims in (rows, columns))
     sharding = None
     if is_explicit(jax.typeof(x)):
-        joined = [_joined_axes([_axes_of(x, d) or None for d in dims]) for dims in (rows, columns)]
-        sharding = jax.typeof(x).sharding
+        axes, sharding = axes_of_type(jax.typeof(x)), jax.typeof(x).sharding
+        joined = [_joined_axes([axes[d] or None for d in dims]) for dims in (rows, columns)]
         sharding = sharding.update(spec=sharding.spec.update(partitions=joined))
     return lax.reshape(lax.transpose(x, (*rows, *columns)), shape, out_sharding=sharding)
 
@@ -199,14 +195,3 @@ def _joined_axes(entries: Sequence[Any]) -> Any:
     if any(entries[1:]):
         raise NotAvailable("ranks hold joined dimensions interleaved")
     return entries[0] if entries else None
-
-
-def _axes_of(x: jax.Array, dimension: int) -> Any:
-    """Returns the explicit axes that shard a dimension, or None."""
-    aval = jax.typeof(x)
-    spec = aval.sharding.spec.partitions if is_explicit(aval) else ()
-    return spec[dimension] if dimension < len(spec) else None
-
-
-def _mesh(x: jax.Array) -> Any:
-    return jax.typeof(x).sharding.mesh

@@ -1,8 +1,8 @@
 """Emits products that ranks of a named axis share, inside shard_map, as calls of jaxmp.
 
 Dimensions fold into rows, columns and k of matrices. Let g be the gathered operand and o the other one. A grid is a
-`block_matmul` on a grid of ranks. A result (of o, of g) has the free dimensions of o first. If several of these calls
-can do the gather, the call that copies the fewest elements is taken:
+`block_matmul` on a grid of ranks. A result (of o, of g) has the free dimensions of o first. If a grid and an all-gather
+can do the gather, the one that copies fewer elements is taken:
 
     g gathered along stored rows, o stored (rows, k)        grid of one column, g is its b: result (of o, of g)
     g gathered along stored columns, o stored (k, columns)  grid of one row, g is its a: result (of g, of o)
@@ -68,13 +68,12 @@ class _Matrix:
 @dataclasses.dataclass(frozen=True)
 class _ShardCall:
     """A call that multiplies a and b: `function`, one of the collective matmuls, over `axes`. The result has the free
-    dimensions of a, then of b. `copied`: how many elements are copied before it."""
+    dimensions of a, then of b."""
 
     function: Callable[..., Any]
     a: _Matrix
     b: _Matrix
     axes: Any
-    copied: int = 0
 
     def __call__(self, c: jax.Array | None = None, **options: Any) -> Any:
         """Returns the result of the call, still folded: d, or (d, other results by name) if the epilog has some. `c`:
@@ -101,25 +100,30 @@ def call(product: Product, operands: Sequence[Any], shared: dict[str, Any]) -> l
     first, second = _Matrix.of(product.x, x), _Matrix.of(product.w, w)
     shape: tuple[int, ...] = product.result.aval.shape
     if product.collective is not None:
-        ways = [_reducing(product.collective, first, second)]
+        run = _reducing(product.collective, first, second)
     elif product.x.gather is not None:
-        ways = _gathering(first, second, is_first=True)
+        run = _gathering(first, second, is_first=True)
     else:
-        ways = _gathering(second, first, is_first=False)
-    run = min(ways, key=lambda way: way.copied + (0 if way.a.operand is product.x else math.prod(shape)))
+        run = _gathering(second, first, is_first=False)
     if run.a.operand is not product.x:
         d = run(**shared)
         d = lax.transpose(d, (d.ndim - 1, *range(d.ndim - 1))).reshape(shape)
         return _with_epilog(product, d, bias, c)
-    flags: dict[str, Any] = {"epilog": epilogs.for_activation(product.activation, bias is not None)}
-    flags["epilog_inputs"] = None if bias is None else {"bias": bias}
-    if c is not None:
-        flags |= {"beta": 1.0, "c": c}
-    if product.preactivation is None:
-        return [run(**shared, **flags).reshape(shape)]
-    flags["epilog"] = epilogs.RULES[flags["epilog"]].with_aux
-    d, more = run(**shared, **flags)
-    return [each.reshape(shape) for each in (d, *more.values())]
+    found = run(c, **shared, **epilog_options(product, bias, c))
+    return [each.reshape(shape) for each in results_of(product, found)]
+
+
+def epilog_options(product: Product, bias: jax.Array | None, c: jax.Array | None) -> dict[str, Any]:
+    """Returns the options with which a call adds the bias and c, applies the activation and returns its argument."""
+    epilog = epilogs.for_activation(product.activation, bias is not None)
+    kept = epilog if product.preactivation is None else epilogs.RULES[epilog].with_aux
+    inputs = None if bias is None else {"bias": bias}
+    return {"epilog": kept, "epilog_inputs": inputs} | ({} if c is None else {"beta": 1.0})
+
+
+def results_of(product: Product, found: Any) -> list[jax.Array]:
+    """Returns the results of a call: [d], or [d, the activation's argument] if the product keeps it."""
+    return [found] if product.preactivation is None else [found[0], *found[1].values()]
 
 
 def _with_epilog(product: Product, d: jax.Array, bias: jax.Array | None, c: jax.Array | None) -> list[jax.Array]:
@@ -133,24 +137,19 @@ def _with_epilog(product: Product, d: jax.Array, bias: jax.Array | None, c: jax.
     return [{None: lambda d: d, "relu": jax.nn.relu, "gelu": jax.nn.gelu}[product.activation](d), *kept]
 
 
-def _gathering(g: _Matrix, o: _Matrix, *, is_first: bool) -> list[_ShardCall]:
-    """Returns the calls of the table above that gather g, to multiply it and o: one or two, or none if the gathered
-    dimension does not fold. `is_first`: g's free dimensions come first in the product's result."""
+def _gathering(g: _Matrix, o: _Matrix, *, is_first: bool) -> _ShardCall:
+    """Returns the call of the table above that gathers g, to multiply it and o. `is_first`: g's free dimensions come
+    first in the product's result. An all-gather then copies nothing; nor does a grid if both are stored (k, ...)."""
     gather = g.operand.gather
     assert gather is not None
-    axes, free, ways = gather.axes, g.operand.free, []
-    is_free = gather.dimension in free
-    if gather.dimension in (free[:1] + g.operand.contract[:1]):
-        is_along_rows = is_free == g.has_rows_first
-        matrix = g if is_along_rows == o.has_rows_first else g.transposed()
-        copied = 0 if matrix is g else g.folded.size
-        a, b, grid = (o, matrix, (axes, ())) if o.has_rows_first else (matrix, o, ((), axes))
-        ways.append(_ShardCall(block_matmul, a, b, grid, copied))
-    if is_free:
-        # If a call returns the result transposed, its gradient copies the gathered operand.
-        copied = 0 if is_first else g.folded.size * lax.axis_size(axes)
-        ways.append(_ShardCall(all_gather_matmul, g.along(gather.dimension), o, axes, copied))
-    return ways
+    axes, free = gather.axes, g.operand.free
+    is_free, has_rows_first = gather.dimension in free, g.has_rows_first or o.has_rows_first
+    if gather.dimension not in free[:1] + g.operand.contract[:1] or (is_free and is_first and has_rows_first):
+        return _ShardCall(all_gather_matmul, g.along(gather.dimension), o, axes)
+    is_along_rows = is_free == g.has_rows_first
+    matrix = g if is_along_rows == o.has_rows_first else g.transposed()
+    a, b, grid = (o, matrix, (axes, ())) if o.has_rows_first else (matrix, o, ((), axes))
+    return _ShardCall(block_matmul, a, b, grid)
 
 
 def _reducing(eqn: Any, first: _Matrix, second: _Matrix) -> _ShardCall:

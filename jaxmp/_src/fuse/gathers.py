@@ -8,7 +8,6 @@ gather before local products.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -29,20 +28,13 @@ from jaxmp._src.platform.hardware.hardware import MACHINES, Hardware
 from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """`taken`: indices of gathers that become part of calls. `again`: indices of products that read such a gather
-    together with others, so that each call repeats it. `why`: by the index of each product with a gather before it, why
-    a gather stays (a key of `reasons.REASONS`); it means nothing for products with all gathers `taken`."""
-
-    taken: frozenset[int] = frozenset()
-    again: frozenset[int] = frozenset()
-    why: dict[int, str] = dataclasses.field(default_factory=dict)
-
-
-def choose(graph: Graph, dots: Sequence[int], implementation: Implementation | None) -> Choice:
+def choose(
+    graph: Graph, dots: Sequence[int], implementation: Implementation | None
+) -> tuple[frozenset[int], dict[int, str]]:
     """Chooses which gathers become part of the calls of the products `dots` (indices), the gather with most bytes
-    first. A call takes in at most one all_gather, and any number of reshards."""
+    first. A call takes in at most one all_gather, and any number of reshards. Returns (the indices of these gathers, by
+    the index of each product with a gather before it: "again" if calls of others repeat one of its gathers, else why a
+    gather stays). The reason is a key of `reasons.REASONS`; it means nothing if all these gathers are in calls."""
     readers: dict[int, list[int]] = {}
     why: dict[int, str] = {}
     for dot in dots:
@@ -61,7 +53,7 @@ def choose(graph: Graph, dots: Sequence[int], implementation: Implementation | N
         taken.add(i)
         again |= set(readers[i]) if len(readers[i]) > 1 else set()
         busy |= set(readers[i]) if graph.equations[i].primitive.name != "reshard" else set()
-    return Choice(frozenset(taken), frozenset(again), why)
+    return frozenset(taken), why | dict.fromkeys(again, "again")
 
 
 def _gathers_ahead(graph: Graph, dot: int) -> list[int]:

@@ -44,7 +44,7 @@ def dimension_numbers(eqn: Any) -> tuple[Any, Any, Sequence[int]]:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Group:
     """Equations, by index, that one rewrite replaces. `emit` takes the values of `inputs` and returns the values of
-    `outputs`. `what` names the replacement."""
+    `outputs`. `what`: "product", "bare" (a product alone), "layers" or "gradient" (a product and gelu's derivative)."""
 
     equations: frozenset[int]
     inputs: tuple[Any, ...]
@@ -150,11 +150,6 @@ def with_whole_collectives(graph: Graph, left: Collection[Any] = ()) -> Graph:
     return Graph([eqn for eqn in equations if id(eqn) not in joined], graph.results) if joined else graph
 
 
-def without_batches_of_one(graph: Graph) -> Graph:
-    """Returns the graph with each batch of one product replaced by the product itself."""
-    return each_in_place(graph, functools.partial(_of_one, graph))
-
-
 def each_in_place(graph: Graph, rule: Callable[[Any], Sequence[Any] | None]) -> Graph:
     """Returns the graph with each equation replaced by the equations that `rule` returns for it; `graph` itself if no
     equation is replaced. An equation stays if `rule` returns None, or fails, with a warning (`reasons.safely`)."""
@@ -165,10 +160,10 @@ def each_in_place(graph: Graph, rule: Callable[[Any], Sequence[Any] | None]) -> 
     return Graph(list(itertools.chain(*equations)), graph.results)
 
 
-def _of_one(graph: Graph, eqn: Any) -> Sequence[Any] | None:
+def without_batch_of_one(graph: Graph, eqn: Any) -> Sequence[Any] | None:
     """Returns equations that compute a `dot_general` without its batch, if all batch dimensions have extent 1: lhs's
-    batch dimensions become rows, and rhs's are removed. A matrix times its transpose stays a product of one array with
-    itself. Returns None for other equations, and if rhs is gathered: a call takes in that gather with the batch."""
+    batch dimensions become rows, and rhs's are removed. Returns None for other equations, and if rhs is gathered: a
+    call takes in that gather with the batch."""
     is_product = eqn.primitive.name == "dot_general"
     (contract, of_k), (batch, of_batch) = eqn.params["dimension_numbers"] if is_product else (((), ()),) * 2
     if not batch or any(eqn.invars[0].aval.shape[i] != 1 for i in batch):
@@ -186,21 +181,7 @@ def _of_one(graph: Graph, eqn: Any) -> Sequence[Any] | None:
         operands = lax.transpose(x, order), lax.squeeze(y, of_batch)
         return list(jax_tracing.evaluate(eqn, operands, dimension_numbers=numbers))
 
-    stored, dims = _stored(graph, eqn.invars[0], (*batch, *contract))
-    ones, summed = dims[: len(batch)], dims[len(batch) :]
-
-    def square(x: Any) -> list[Any]:
-        inner = tuple(i - sum(j < i for j in ones) for i in summed)
-        matrix = lax.squeeze(x, ones)
-        (d,) = jax_tracing.evaluate(eqn, (matrix, matrix), dimension_numbers=((inner, inner), ((), ())))
-        return [lax.expand_dims(d, range(len(ones)))]
-
-    program: Callable[..., list[Any]] = multiply
-    operands = eqn.invars
-    is_square = (stored, dims) == _stored(graph, eqn.invars[1], (*of_batch, *of_k))
-    if is_square and len(dims) == stored.aval.ndim - 1 and eqn.params["out_sharding"] is None:
-        program, operands = square, [stored]
-    return spliced(eqn, program, operands)
+    return spliced(eqn, multiply, eqn.invars)
 
 
 def spliced(eqn: Any, program: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
@@ -216,13 +197,6 @@ def spliced(eqn: Any, program: Callable[..., Sequence[Any]], operands: Sequence[
         )
         for part in jaxpr.eqns
     ]
-
-
-def _stored(graph: Graph, v: Any, dims: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
-    """Returns (the value before the transposes that made `v`, `dims` in that value)."""
-    while (eqn := graph.made_by(v)) is not None and eqn.primitive.name == "transpose":
-        v, dims = eqn.invars[0], [eqn.params["permutation"][d] for d in dims]
-    return v, tuple(dims)
 
 
 def schedule(

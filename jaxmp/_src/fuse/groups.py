@@ -18,11 +18,11 @@ from jaxmp._src.core.spec import low_precision
 from jaxmp._src.fuse import convolutions, emit, gathers, layers, products, templates
 from jaxmp._src.fuse.between import Between
 from jaxmp._src.fuse.emit import Options
-from jaxmp._src.fuse.graph import Graph, Group, each_in_place, with_whole_collectives, without_batches_of_one
+from jaxmp._src.fuse.graph import Graph, Group, each_in_place, with_whole_collectives, without_batch_of_one
 from jaxmp._src.fuse.operands import is_auto
 from jaxmp._src.fuse.products import Product
 from jaxmp._src.fuse.reasons import NOTE, NOTES, name_of, safely
-from jaxmp._src.fuse.templates import GELU, Match, gelu_cotangent
+from jaxmp._src.fuse.templates import GELU, Match
 from jaxmp._src.fuse.weights import with_narrow_weights
 from jaxmp._src.platform.jax_internals import jax_tracing
 
@@ -35,7 +35,8 @@ def grouped(graph: Graph, options: Options) -> tuple[Graph, list[Group], dict[in
         graph = each_in_place(graph, convolutions.as_product)
 
     def found(left: Collection[Any]) -> tuple[Graph, list[Group], dict[int, str]]:
-        whole = without_batches_of_one(with_whole_collectives(graph, left))
+        whole = with_whole_collectives(graph, left)
+        whole = each_in_place(whole, functools.partial(without_batch_of_one, whole))
         whole = with_narrow_weights(whole, options)
         return whole, *groups_of(whole, whole, options)
 
@@ -57,10 +58,10 @@ def groups_of(graph: Graph, whole: Graph, options: Options) -> tuple[list[Group]
         return [], {}
     manual, of_dots = bool(jax_tracing.manual_axes()), [graph.equations[i] for i in dots]
     choice = safely(of_dots, lambda: gathers.choose(graph, dots, options.implementation))
-    choice = choice or gathers.Choice()
+    in_calls, of_gathers = choice or (frozenset[int](), dict[int, str]())
     find = functools.partial(products.product_at, graph, epilogs=options.epilogs, manual=manual)
     found = [
-        safely([eqn], functools.partial(find, i, choice.taken)) or products.bare(graph, i)
+        safely([eqn], functools.partial(find, i, in_calls)) or products.bare(graph, i)
         for i, eqn in zip(dots, of_dots, strict=True)
     ]
     groups, between = list[Group](), Between(graph)
@@ -78,11 +79,11 @@ def groups_of(graph: Graph, whole: Graph, options: Options) -> tuple[list[Group]
             product = product.before
         why = _why_left(product, options)
         if why in ("local", "batch"):
-            why = choice.why.get(product.index, "summed" if products.is_summed_with_others(graph, product) else why)
+            why = of_gathers.get(product.index, why)
         if why == "local" and (text := between.reason(product)):
             why = name_of(text)
         if why is None:
-            note = "again" if product.index in choice.again else choice.why.get(product.index, "")
+            note = of_gathers.get(product.index, "")
             if note not in NOTES:
                 note = name_of(text) if manual and (text := between.reason(product)) else ""
             groups.append(of_product(product, options, note))
@@ -104,12 +105,12 @@ def _pairs(graph: Graph, found: Sequence[Product], options: Options) -> list[Gro
     groups for each pair: the first call returns the aux, which the epilog of the second call reads."""
     groups: list[Group] = []
     firsts = (p for p in found if p.is_matrix and not p.activation and p.c is None and p.alpha is None)
-    plain = (p for p in found if p.is_matrix and not (p.epilog or p.collective or p.alpha))
+    plain = (p for p in found if p.is_matrix and not (p.has_epilog or p.collective or p.alpha))
     seconds = {product.result: product for product in plain}
     cotangents = frozenset(seconds)
     for forward in firsts:
         match = templates.find_activation(graph, GELU, forward.result)
-        back = match and templates.find_cotangent(graph, gelu_cotangent, match, cotangents)
+        back = match and templates.find_gelu_cotangent(graph, match, cotangents)
         if match is None or back is None:
             continue
         backward = seconds[back.arguments[1]]
@@ -134,7 +135,7 @@ def _pair(
     kept = dataclasses.replace(
         forward,
         result=match.output,
-        equations=forward.equations | both - back.equations | back.equations & match.equations,
+        equations=forward.equations | match.equations,
         activation="gelu",
         preactivation=forward.result,
     )

@@ -70,13 +70,12 @@ def _gated(graph: Graph, hidden: Any, by_result: dict[Any, Product]) -> tuple[Pr
 def _layers(products: tuple[Product, ...], between: frozenset[int], options: Options) -> Group:
     """Returns the group of `products`, (first, down) or (gate, up, down), with the equations `between` them."""
     biases = (product.bias for product in products if product.bias is not None)
-    name = "mlp" if len(products) == 2 else "gated_mlp"
     return Group(
         between.union(*(product.equations for product in products)),
         (products[0].x.value, *(product.w.value for product in products), *biases),
         (products[-1].result,),
         functools.partial(_call, products, options),
-        f"{name}, {products[0].activation}",
+        "layers",
     )
 
 

@@ -66,10 +66,8 @@ class Operand:
 def axes_of_type(aval: Any) -> tuple[tuple[str, ...], ...]:
     """Returns for each dimension the explicit axes that shard it, or ()."""
     spec = aval.sharding.spec.partitions
-    entries = [spec[i] if i < len(spec) else None for i in range(len(aval.shape))]
-    return tuple(
-        () if e is None or not isinstance(e, str | tuple) else (e,) if isinstance(e, str) else e for e in entries
-    )
+    entries = (*spec, *(None,) * (len(aval.shape) - len(spec)))
+    return tuple((e,) if isinstance(e, str) else e if isinstance(e, tuple) else () for e in entries)
 
 
 def is_auto(aval: Any) -> bool:

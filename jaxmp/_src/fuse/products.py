@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -75,10 +76,8 @@ class Product:
         return self.collective is not None or self.lhs.gather is not None or self.rhs.gather is not None
 
     @property
-    def epilog(self) -> str:
-        names = [("scales", self.scales or None), ("c", self.c), ("bias", self.bias)]
-        names.append((self.activation or "", self.activation))
-        return "+".join(name for name, value in names if value is not None and name)
+    def has_epilog(self) -> bool:
+        return bool(self.scales) or not (self.c is self.bias is self.activation is None)
 
     @property
     def communicates(self) -> bool:
@@ -156,24 +155,10 @@ def collective_after(graph: Graph, index: int) -> Any | None:
     return found.collective if jax_tracing.manual_axes() else None
 
 
-def is_summed_with_others(graph: Graph, product: Product) -> bool:
-    """True if a sum over ranks reads the product after at least one addition and perhaps casts and transposes, and
-    nothing else reads the values between."""
-    v, is_sum = (product.before or product).result, False  # an addition may be part of the call, as c
-    while (i := graph.only_reader(v)) is not None:
-        eqn = graph.equations[i]
-        if eqn.primitive.name in ("reduce_scatter", *SUMS):
-            return is_sum
-        if eqn.primitive.name not in ("add", "add_any", "transpose", "convert_element_type"):
-            return False
-        v, is_sum = eqn.outvars[0], is_sum or eqn.primitive.name in ("add", "add_any")
-    return False
-
-
-def _next(graph: Graph, product: Product, name: str) -> tuple[int, Any] | None:
-    """Returns (index, equation) of the result's only reader if it has this primitive, else None."""
+def _next(graph: Graph, product: Product, *names: str) -> tuple[int, Any] | None:
+    """Returns (index, equation) of the result's only reader if it has one of these primitives, else None."""
     i = graph.only_reader(product.result)
-    return (i, graph.equations[i]) if i is not None and graph.equations[i].primitive.name == name else None
+    return (i, graph.equations[i]) if i is not None and graph.equations[i].primitive.name in names else None
 
 
 def _after(product: Product, i: int, eqn: Any, **changes: Any) -> Product:
@@ -214,13 +199,15 @@ def _with_collective(graph: Graph, product: Product, *, manual: bool, factors: b
     if product.is_shared_by_name or not (product.lhs.is_flat and product.rhs.is_flat):
         return product
     scaled = _with_factors(graph, product) if factors else product
-    for name in ("reduce_scatter", *SUMS):
-        found = _next(graph, scaled, name)
-        if found is None or len(found[1].invars) != 1 or found[1].params.get("axis_index_groups") is not None:
-            continue
-        if name != "reduce_scatter" or (found[1].params["tiled"] and _scatters(product, found[1])):
-            return _after(scaled, *found, collective=found[1])
-    return product
+    found = _next(graph, scaled, "reduce_scatter", *SUMS)
+    if found is None or len(found[1].invars) != 1 or found[1].params.get("axis_index_groups") is not None:
+        return product
+    if found[1].primitive.name == "reduce_scatter":
+        dimension, rows = found[1].params["scatter_dimension"], len(product.x.free)
+        operand, i = (product.x, dimension) if dimension < rows else (product.w, dimension - rows)
+        if not found[1].params["tiled"] or not operand.folds(operand.free[i]):
+            return product
+    return _after(scaled, *found, collective=found[1])
 
 
 def _with_factors(graph: Graph, product: Product) -> Product:
@@ -257,13 +244,6 @@ def _number(graph: Graph, v: Any) -> Any:
     return None if x is None else x.astype(v.aval.dtype)
 
 
-def _scatters(product: Product, eqn: Any) -> bool:
-    """True if the call can do the reduce_scatter `eqn`, of blocks of rows or columns of a matrix (`Operand.folds`)."""
-    dimension, rows = eqn.params["scatter_dimension"], len(product.x.free)
-    operand, i = (product.x, dimension) if dimension < rows else (product.w, dimension - rows)
-    return operand.folds(operand.free[i])
-
-
 def _with_scales(graph: Graph, product: Product) -> Product:
     """Takes in the cast of int8 sums to float32, one or two float32 factors after it (of rows, of columns or of the
     tensor), and then a cast. A factor has to be sharded like its operand. Takes in nothing if there is no such factor,
@@ -274,16 +254,14 @@ def _with_scales(graph: Graph, product: Product) -> Product:
         return product
     scaled = _after(product, *found, dtype=np.dtype(found[1].params["new_dtype"]))
     while scaled.dtype == np.float32 and (found := _next(graph, scaled, "mul")) is not None:
-        others, parts = [v for v in found[1].invars if v is not scaled.result], Parts(shape)
+        others = [v for v in found[1].invars if v is not scaled.result]
         if len(others) != 1 or jax_tracing.is_literal(others[0]):
             break
-        value, along = repeated(graph, others[0], parts, [[(i,)] for i in range(len(shape))])
-        whole = {((i,),): i for i in range(len(shape))} | {(): None}  # -1: along blocks of a dimension
-        scale = Scale(value, tuple(whole.get(tuple(dim), -1) for dim in along))
+        scale = _repeated(graph, others[0], shape)
         rows, operand = len(shape) - 1, product.x.value.aval
         if scale.varying == (rows,):
             operand, placed = product.w.value.aval, scale.along({rows: product.w.free[0]})
-        elif scale.varying in ((), tuple(i for i in range(rows) if shape[i] > 1)):
+        elif scale.varying in ((), tuple(i for i in range(rows) if shape[i] != 1)):
             placed = scale
         else:
             break
@@ -291,7 +269,7 @@ def _with_scales(graph: Graph, product: Product) -> Product:
         taken = [s.varying for s in scaled.scales]
         if len(taken) == 2 or (scale.varying and scale.varying in taken):
             break
-        if value.aval.dtype != np.float32 or not placed.is_sharded_as(operand):
+        if scale.value.aval.dtype != np.float32 or not placed.is_sharded_as(operand):
             break
         scaled = _after(scaled, *found, scales=(*scaled.scales, scale))
     if not scaled.scales:
@@ -300,6 +278,12 @@ def _with_scales(graph: Graph, product: Product) -> Product:
     if found is None or found[1].params["new_dtype"].name not in low_precision.WIDE:
         return scaled
     return _after(scaled, *found, dtype=np.dtype(found[1].params["new_dtype"]))
+
+
+def _repeated(graph: Graph, v: Any, shape: Sequence[int]) -> Scale:
+    """Returns the array that `v`, of a product's `shape`, repeats (`Parts.scale`)."""
+    parts = Parts(shape)
+    return parts.scale(*repeated(graph, v, parts, [[(i,)] for i in range(len(shape))]), len(shape))
 
 
 def _with_alpha(graph: Graph, product: Product) -> Product:
@@ -322,38 +306,13 @@ def _is_normal(alpha: float, product: Product) -> bool:
 
 def _with_bias(graph: Graph, product: Product) -> Product:
     """Takes in the addition of a vector of columns of the result's type, repeated for each row."""
-    found = _next(graph, product, "add")
-    if found is None:
+    found, shape = _next(graph, product, "add"), product.result.aval.shape
+    others = [v for v in found[1].invars if v is not product.result] if found else []
+    if found is None or len(others) != 1 or len(shape) < 2:
         return product
-    i, eqn = found
-    others = [v for v in eqn.invars if v is not product.result]
-    columns = product.result.aval.shape[-1]
-    if len(others) != 1 or (bias := _broadcast_vector(graph, others[0], columns)) is None:
-        return product
-    value, equations = bias
-    if value.aval.dtype != product.dtype or eqn.outvars[0].aval.shape != product.result.aval.shape:
-        return product
-    kept = equations if all(graph.only_reader(graph.equations[j].outvars[0]) is not None for j in equations) else ()
-    return dataclasses.replace(_after(product, i, eqn, bias=value), equations=product.equations | {i} | frozenset(kept))
-
-
-def _broadcast_vector(graph: Graph, v: Any, columns: int) -> tuple[Any, tuple[int, ...]] | None:
-    """Returns (the vector of `columns` numbers that is each row of `v`, the indices of the equations that repeat it),
-    or None if the rows are not one repeated vector, or if no equation repeats it."""
-    equations: tuple[int, ...] = ()
-    while (eqn := graph.made_by(v)) is not None and eqn.invars and not jax_tracing.is_literal(eqn.invars[0]):
-        name, (x, *rest) = eqn.primitive.name, eqn.invars
-        last = len(v.aval.shape) - 1
-        if name == "broadcast_in_dim" and not rest and eqn.params["broadcast_dimensions"][-1:] == (last,):
-            ones = math.prod(x.aval.shape[:-1]) == 1
-        elif name == "reshape":
-            ones = math.prod(x.aval.shape[:-1]) == 1 and x.aval.shape[-1:] == v.aval.shape[-1:]
-        else:
-            break
-        if not ones or x.aval.shape[-1:] != (columns,):
-            break
-        equations, v = (*equations, graph.producer[v]), x
-    return (v, equations) if v.aval.shape == (columns,) and equations else None
+    bias = _repeated(graph, others[0], shape)
+    is_vector = bias.value.aval.shape == shape[-1:] and bias.dims in ((len(shape) - 1,), (None,))
+    return _after(product, *found, bias=bias.value) if is_vector and bias.value.aval.dtype == product.dtype else product
 
 
 def _with_activation(graph: Graph, product: Product) -> Product:
@@ -384,7 +343,7 @@ def _with_activation(graph: Graph, product: Product) -> Product:
 def _with_c(graph: Graph, product: Product) -> Product:
     """Takes in the addition of an array of exactly the result's type, sharding included, as c, unless x is a vector.
     `before` is then the product without it."""
-    found = _next(graph, product, "add") or _next(graph, product, "add_any")
+    found = _next(graph, product, "add", "add_any")
     if found is None or product.x.ndim == 1:
         return product
     i, eqn = found

@@ -29,7 +29,6 @@ REASONS = {
     "dimension between others), so the gather stays, and the product is local",
     "shared": "other products read its gathered operand too, and one gather for all, with local products, takes less "
     "time than calls that each gather (docs/cost.md)",
-    "summed": "it is added to other values before the collective that sums all of them over the ranks",
     "type": "its types have no kernel of jaxmp's",
     "inner": "it is within an operation that is left as it is",
     "failed": "jaxmp fails on it, by a fault of its own; please report it",
@@ -64,10 +63,6 @@ def name_of(reason: str) -> str:
     name = "of" + hashlib.sha256(reason.encode()).hexdigest()[:10]
     _details[name] = reason
     return name
-
-
-def name_of_refusal(error: Exception) -> str:
-    return name_of(f"{REASONS['refused']}: {error}")
 
 
 def safely(equations: Sequence[Any], analyze: Callable[[], Result]) -> Result | None:

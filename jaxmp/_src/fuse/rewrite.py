@@ -16,7 +16,7 @@ from jaxmp._src.core.spec.refusal import NotAvailable, Refusal
 from jaxmp._src.fuse import control_flow, gathers, groups, held, loops, products, ragged, scaled
 from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.graph import DERIVED, EXCHANGE, PRODUCTS, Graph, Group, UnknownError, read, schedule
-from jaxmp._src.fuse.reasons import REASONS, SCOPE, name_of_refusal, raise_unless_fault, report, safely
+from jaxmp._src.fuse.reasons import REASONS, SCOPE, name_of, raise_unless_fault, report, safely
 from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 
@@ -32,16 +32,12 @@ class Rewriter:
         self._parted: dict[str, None] = {}  # other operations that do not keep the level, with line and remedy
 
     def evaluate(self, jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
-        """Returns the results of a jaxpr."""
-        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-        return self.results(Graph.of(jaxpr), known)
-
-    def results(self, graph: Graph, known: dict[Any, Any]) -> list[Any]:
-        """Returns the results of a graph. `known`: the values of its arguments and constants. Equations that nothing
-        reads run too. After the outermost graph, raises NotImplementedError if `strict` and any product, sum or
-        elementwise operation does not keep the level. Under a global order warns of operations with a `held.remedy`."""
-        values, results = dict(known), graph.results
-        graph = Graph(graph.equations, [*results, *graph.unread()])
+        """Returns the results of a jaxpr. Equations that nothing reads run too. After the outermost jaxpr, raises
+        NotImplementedError if `strict` and any product, sum or elementwise operation does not keep the level. Under a
+        global order warns of operations with a `held.remedy`."""
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        graph = Graph.of(jaxpr)
+        graph = Graph(graph.equations, [*graph.results, *graph.unread()])
         self._depth += 1
         try:
             graph, replaced, left = groups.grouped(graph, self.options)
@@ -52,18 +48,16 @@ class Rewriter:
         finally:
             self._depth -= 1
         if self._lost and not self._depth:
-            lost, self._lost = list(self._lost), {}
-            kinds = {text.split()[1] for text in lost}
-            what = kinds.pop() if len(kinds) == 1 and kinds < {"product", "sum"} else "operation"
+            lost, self._lost = "; ".join(self._lost), {}
             raise NotAvailable(
-                f"fuse: {self.options.level.asked} does not hold for {len(lost)} {what}{'s' if lost[1:] else ''}: "
-                f"{'; '.join(lost)}. Pass strict=False to leave {'them' if lost[1:] else 'it'} to JAX, with a warning"
+                f"fuse: {self.options.level.asked} does not hold for {lost}. Pass strict=False to leave these to JAX, "
+                "with a warning"
             )
         if self._parted and not self._depth:
             parted, self._parted = "; ".join(self._parted), {}
             text = f"fuse: the bits of these operations of XLA may depend on the mesh: {parted}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
-        return [read(values, v) for v in results]
+        return [read(values, v) for v in jaxpr.outvars]
 
     def _run(
         self,
@@ -138,26 +132,24 @@ class Rewriter:
         self._run(graph, steps, dict.fromkeys(group.equations, why), values)
 
     def _why_not(self, eqn: Any, error: Exception, *, is_lost: bool = True) -> str:
-        """Returns the name of the reason why JAX gets an equation after `error`: `name_of_refusal(error)`, or "failed"
-        for a fault of jaxmp. At a level, notes that the equation's products are lost, if `is_lost`. Warns of a fault
+        """Returns the name of the reason why JAX gets an equation after `error`: that jaxmp refuses it, or "failed" for
+        a fault of jaxmp. At a level, notes that the equation's products are lost, if `is_lost`. Warns of a fault
         without such a note. Raises an error of a run (`raise_unless_fault`)."""
         raise_unless_fault(error, [eqn])
+        is_noted = is_lost and self._lose(eqn, _said_of(error))
         if isinstance(error, Refusal):
-            if is_lost:
-                self._lose(eqn, f"jaxmp refuses it: {error}")
-            return name_of_refusal(error)
-        if is_lost and self.options.level.fixed_order and any(control_flow.products_in(eqn)):
-            self._lose(eqn, f"jaxmp fails on it ({error!r}); please report it")
-        else:
+            return name_of(f"{REASONS['refused']}: {error}")
+        if not is_noted:
             report([eqn], error)
         return "failed"
 
-    def _lose(self, eqn: Any, why: str) -> None:
-        """At a level, notes (`_note_lost`) each product of an equation that JAX computes, as not keeping the level."""
-        if not self.options.level.fixed_order:
-            return
-        for product in control_flow.products_in(eqn):
+    def _lose(self, eqn: Any, why: str) -> bool:
+        """At a level, notes (`_note_lost`) each product of an equation that JAX computes, as not keeping the level.
+        Returns True if there are any."""
+        found = control_flow.products_in(eqn) if self.options.level.fixed_order else []
+        for product in found:
             self._note_lost("product", product, eqn, why=why)
+        return bool(found)
 
     def _note_lost(self, what: str, *equations: Any, why: str) -> None:
         """Notes that JAX computes an operation, a `what`, which does not keep the level; if not `strict`, warns at
@@ -195,10 +187,9 @@ class Rewriter:
                 return [*map(_as_weak_as, eqn.outvars, held.evaluate(eqn, operands, self.options))]
             except Exception as error:
                 raise_unless_fault(error, [eqn])
-                why = "jaxmp refuses it" if isinstance(error, Refusal) else "jaxmp fails on it; please report it"
                 name = eqn.primitive.name
                 what = "sum" if name in ("reduce_sum", "cumsum", "scatter-add") else name
-                self._note_lost(what, eqn, why=f"{why}: {error}")
+                self._note_lost(what, eqn, why=_said_of(error))
             return jax_tracing.evaluate(eqn, operands)
 
     def _equation(self, eqn: Any, operands: Sequence[Any], why: str) -> Sequence[Any]:
@@ -245,6 +236,11 @@ class Rewriter:
                 results = jax_tracing.evaluate(eqn, operands)  # raises the errors of the user's own rules
             self._why_not(eqn, fault)
             return results
+
+
+def _said_of(error: Exception) -> str:
+    is_refusal = isinstance(error, Refusal)
+    return f"jaxmp refuses it: {error}" if is_refusal else f"jaxmp fails on it ({error!r}); please report it"
 
 
 def _as_weak_as(v: Any, x: jax.Array) -> jax.Array:

@@ -70,13 +70,13 @@ class Parts:
     def _pieces(self, part: Part) -> tuple[Part, ...]:
         if part in self._cut:
             return sum(map(self._pieces, self._cut[part]), ())
-        return (part,) if self.sizes[part] > 1 else ()
+        return (part,) if self.sizes[part] != 1 else ()
 
     def reshaped(self, dims: Sequence[Sequence[Part]], shape: Sequence[int]) -> tuple[tuple[Part, ...], ...] | None:
         """Returns the parts of each dimension after a reshape of an array with the parts `dims` to `shape`, and cuts
-        parts where needed. Returns None if extents do not divide or are symbolic; parts may be cut even then."""
+        parts where needed. Returns None if extents do not divide, or are symbolic or 0; parts may be cut even then."""
         left, found = [*itertools.chain(*self.of(dims))], []
-        if not all(isinstance(extent, int) for extent in (*shape, *map(self.sizes.get, left))):
+        if not all(isinstance(extent, int) and extent for extent in (*shape, *map(self.sizes.get, left))):
             return None
         for extent in shape:
             dim: tuple[Part, ...] = ()
@@ -93,6 +93,12 @@ class Parts:
                 dim, extent = (*dim, part), extent // size
             found.append(dim)
         return tuple(found)
+
+    def scale(self, value: Any, dims: Sequence[Sequence[Part]], ndim: int) -> Scale:
+        """Returns `value`, with the parts `dims`, as a scale of the operand, which has `ndim` dimensions. The scale's
+        `dims` have -1 for parts that are not a whole dimension of the operand (blocks)."""
+        whole = {self.of([[(i,)]])[0]: i for i in range(ndim)} | {(): None}
+        return Scale(value, tuple(whole.get(dim, -1) for dim in self.of(dims)))
 
     def spread(self, x: Any, dims: Sequence[Sequence[Part]], over: Sequence[Part]) -> jax.Array:
         """Returns the scale `x`, with the parts `dims`, as a float32 factor of sums (`of_sums`) with one dimension for
@@ -131,21 +137,24 @@ def centred(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def repeated(graph: Graph, v: Any, parts: Parts, dims: Any) -> tuple[Any, Any]:
-    """Returns (the array that `v` repeats, the parts of its dimensions), through broadcasts and reshapes of broadcasts;
-    `v` itself if it repeats none. `dims`: the parts of v's dimensions. A dimension of extent 1 has no parts. May cut
-    `parts`."""
+    """Returns (the array that `v` repeats, the parts of its dimensions), through broadcasts, reshapes of broadcasts and
+    reshapes that only add or remove dimensions of extent 1; `v` itself if it repeats none. `dims`: the parts of v's
+    dimensions. A dimension of extent 1 has no parts. May cut `parts`."""
 
     def varying(v: Any, dims: Any) -> Any:
-        return tuple(dim if extent > 1 else () for dim, extent in zip(dims, v.aval.shape, strict=True))
+        return tuple(dim if extent != 1 else () for dim, extent in zip(dims, v.aval.shape, strict=True))
 
     found = v, varying(v, dims) if v.aval.shape else ()
     while (eqn := graph.made_by(found[0])) is not None:
         if len(eqn.invars) != 1 or jax_tracing.is_literal(eqn.invars[0]):
             break
         x, own, maker = eqn.invars[0], None, graph.made_by(eqn.invars[0])
+        extents, of_x = ([n for n in each.aval.shape if n != 1] for each in (found[0], x))
         if eqn.primitive.name == "broadcast_in_dim":
             own = tuple(found[1][i] for i in eqn.params["broadcast_dimensions"])
-        elif eqn.primitive.name == "reshape" and maker is not None and maker.primitive.name == "broadcast_in_dim":
+        elif eqn.primitive.name == "reshape" and (
+            extents == of_x or (maker is not None and maker.primitive.name == "broadcast_in_dim")
+        ):
             own = parts.reshaped(found[1], x.aval.shape)
         if own is None:
             break

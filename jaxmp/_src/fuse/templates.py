@@ -53,8 +53,7 @@ class Match:
     arguments: tuple[Any, ...]
 
 
-def gelu_cotangent(z: Any, cotangent: Any) -> Any:
-    """Returns the cotangent of gelu's argument `z` from the cotangent of its result."""
+def _gelu_cotangent(z: Any, cotangent: Any) -> Any:
     return jax.vjp(jax.nn.gelu, z)[1](cotangent)[0]
 
 
@@ -69,12 +68,12 @@ def find_activation(graph: Graph, activation: Activation, v: Any) -> Match | Non
     return match
 
 
-def find_cotangent(graph: Graph, function: Function, match: Match, cotangents: frozenset[Any]) -> Match | None:
-    """Returns the equations that compute `function(z, cotangent)`, or None. z is the argument of the activation
-    `match`, and cotangent is one of `cotangents`."""
+def find_gelu_cotangent(graph: Graph, match: Match, cotangents: frozenset[Any]) -> Match | None:
+    """Returns the equations that compute the cotangent of the argument of the gelu `match` from the cotangent of its
+    result, which is one of `cotangents`; else None."""
     (v,) = match.arguments
     has_one = jnp.issubdtype(v.aval.dtype, jnp.inexact)
-    template = template_of(function, (v.aval, match.output.aval)) if has_one else None
+    template = template_of(_gelu_cotangent, (v.aval, match.output.aval)) if has_one else None
     return None if template is None else unify(graph, template, (v, cotangents))
 
 
@@ -137,21 +136,16 @@ def _is_same(eqn: Any, wanted: Any, known: dict[Any, Any], made_by: Producer) ->
         return False
     if len(eqn.outvars) != len(wanted.outvars):
         return False
-    if eqn.primitive.name == "custom_jvp_call" and not _same_jaxpr(_derivative(eqn), _derivative(wanted)):
+    if eqn.primitive.name == "custom_jvp_call" and _source(eqn) != _source(wanted):
         return False
     return _are_operands(eqn.invars, wanted.invars, known, made_by) or (
         eqn.primitive.name in _COMMUTE and _are_operands(eqn.invars, wanted.invars[::-1], known, made_by)
     )
 
 
-def _derivative(eqn: Any) -> jax_tracing.Jaxpr:
-    """Returns the jaxpr of an equation's tangents alone."""
-
-    def tangents(*xs: Any) -> list[Any]:
-        given = xs[: len(eqn.invars)], xs[len(eqn.invars) :]
-        return list(jax.jvp(lambda *xs: jax_tracing.evaluate(eqn, xs), *given)[1])
-
-    return jax_compat.without_dead_code(jax_tracing.trace(tangents, [v.aval for v in eqn.invars] * 2)[0])
+def _source(eqn: Any) -> str:
+    """Returns the name and the place of the function of a `custom_jvp_call`, and so of its rule."""
+    return str(jax_tracing.open_jaxpr(eqn.params["call_jaxpr"])[0].debug_info.func_src_info)
 
 
 def _are_operands(haves: Sequence[Any], wants: Sequence[Any], known: dict[Any, Any], made_by: Producer) -> bool:
@@ -174,21 +168,19 @@ def _is_operand(have: Any, want: Any, known: dict[Any, Any], made_by: Producer) 
     return have in known[want] if isinstance(known[want], frozenset) else known[want] is have
 
 
-def _same_params(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """True if two equations of one primitive do the same. Names, contexts and differentiation rules do not count:
-    each equation has its own object of a rule (`_derivative`)."""
-    if one is other or not (one or other):
-        return True
-    return one.keys() == other.keys() and all(_same_value(one[key], other[key]) for key in one if key not in _IGNORED)
-
-
+# Parameters that do not count: each equation has its own object of a differentiation rule (`_source`).
 _IGNORED = ("name", "ctx_mesh", "jvp_jaxpr_fun", "jvp", "fwd", "bwd", "fwd_jaxpr_thunk")
 
 
-def _same_value(one: Any, other: Any) -> bool:
-    if jax_tracing.is_jaxpr(one) and jax_tracing.is_jaxpr(other):
-        return _same_jaxpr(one, other)
-    return type(one) is type(other) and bool(one == other)
+def _same_params(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """True if two equations of one primitive do the same, by their parameters."""
+
+    def same(x: Any, y: Any) -> bool:
+        if jax_tracing.is_jaxpr(x) and jax_tracing.is_jaxpr(y):
+            return _same_jaxpr(x, y)
+        return type(x) is type(y) and bool(x == y)
+
+    return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one if key not in _IGNORED)
 
 
 def _same_jaxpr(one: Any, other: Any) -> bool:

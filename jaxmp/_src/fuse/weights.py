@@ -61,11 +61,8 @@ class Weights:
 
     def plain(self) -> list[Scale] | None:
         """Returns the scales as `Scale`s; None if one varies along a part of a dimension (blocks)."""
-        whole: dict[Any, int | None] = {self.parts.of([[(i,)]])[0]: i for i in range(self.ndim)} | {(): None}
-        found = self.cut()
-        if any(dim not in whole for _, dims in found for dim in dims):
-            return None
-        return [Scale(value, tuple(whole[dim] for dim in dims)) for value, dims in found]
+        found = [self.parts.scale(value, dims, self.ndim) for value, dims in self.scales]
+        return None if any(-1 in scale.dims for scale in found) else found
 
     def cut(self) -> list[tuple[Any, tuple[tuple[Part, ...], ...]]]:
         """Returns `scales` with the parts as later reshapes have cut them, without parts of extent 1."""
@@ -99,25 +96,15 @@ def _of_decoder(eqn: Any) -> Sequence[Any] | None:
         return None
     jaxpr, consts = jax_tracing.open_jaxpr(eqn.params["jaxpr"])
     types = {getattr(getattr(v.aval, "dtype", None), "name", "") for v in jaxpr.invars}
-    made = {v for inner in jaxpr.eqns for v in inner.outvars}
     is_decoder = not types.isdisjoint(low_precision.NARROW) and _DECODES.issuperset(
         inner.primitive.name for inner in jaxpr.eqns
     )
-    if (
-        not is_decoder
-        or any(map(jax_tracing.is_literal, (*eqn.invars, *jaxpr.outvars)))
-        or not made >= {*jaxpr.outvars}
-    ):
+    made = {v for inner in jaxpr.eqns for v in inner.outvars}
+    is_made = not any(map(jax_tracing.is_literal, (*eqn.invars, *jaxpr.outvars))) and made.issuperset(jaxpr.outvars)
+    is_free = all(map(jax_tracing.is_unspecified, (*eqn.params["in_shardings"], *eqn.params["out_shardings"])))
+    if consts or not (is_decoder and is_made and is_free):
         return None
-    if not all(map(jax_tracing.is_unspecified, (*eqn.params["in_shardings"], *eqn.params["out_shardings"]))):
-        return None
-
-    def program(*args: Any) -> list[Any]:
-        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-        jax_tracing.evaluate_each(jaxpr.eqns, values)
-        return [read(values, v) for v in jaxpr.outvars]
-
-    return spliced(eqn, program, eqn.invars)
+    return spliced(eqn, lambda *args: jax.core.eval_jaxpr(jaxpr, (), *args), eqn.invars)
 
 
 def _of_gather(graph: Graph, eqn: Any) -> Sequence[Any] | None:

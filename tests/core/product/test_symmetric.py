@@ -96,7 +96,6 @@ CALLS = {
     "einsum": lambda x, **given: jaxmp.einsum("ki,kj->ij", x, x, **given),
     "fuse": fused(lambda x, **given: jnp.matmul(x.T, x, **given)),
     "fuse_rows": fused(lambda x, **given: jnp.matmul(x, x.T, **given)),
-    "fuse_batch": fused(lambda x, **given: jax.vmap(lambda x: jnp.matmul(x.T, x, **given))(x[None])[0]),
 }
 
 
@@ -108,9 +107,8 @@ def test_the_call_has_one_array_twice(name, axis_type, rng):
     if axis_type is not None:
         require_devices(2)
         mesh = jax.make_mesh((2,), ("x",), axis_types=(axis_type,), devices=jax.devices()[:2])
-        is_split = axis_type == AxisType.Auto or name != "fuse_batch"
-        x = jax.device_put(x, NamedSharding(mesh, COLS if is_split else P()))
-        given = {"out_sharding": NamedSharding(mesh, COLS)} if axis_type == AxisType.Explicit and is_split else {}
+        x = jax.device_put(x, NamedSharding(mesh, COLS))
+        given = {"out_sharding": NamedSharding(mesh, COLS)} if axis_type == AxisType.Explicit else {}
     text = compiled_text(lambda x: CALLS[name](x, **given), x)
     assert re.search(r'custom-call\((\S+), \1[,)].*"jaxmp_matmul"', text), text
 
