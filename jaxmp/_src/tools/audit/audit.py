@@ -137,18 +137,19 @@ def _audit(vary: str, sides: Iterator[tuple[Variation, Side]], line: str) -> Aud
         variants.append(varied.name)
         walk = Walk(varied, reference, side, report)
         walk.follow(line)
-        found = walk.differences(whole, side.whole())
-        named = zip(reference.outputs, found, strict=True)
+        differences = walk.differences(whole, side.whole())
+        named = zip(reference.outputs, differences, strict=True)
         outputs += [Output(name, varied.name, one) for name, one in named if one is not None]
-        if any(found):
+        if any(differences):
             differing.append(walk)
         if walk not in differing[:1]:
             walk.bodies.clear()
-    has_rows = bool(report.rows)
-    explained = together.explained(differing, vary, line, has_rows=has_rows) if differing else ((), ())
-    return Audit(
-        vary, first.name, tuple(variants), report.rows, report.uncompared, tuple(outputs), report.compared, *explained
-    )
+    groups, trials = list[together.Together](), list[together.Trial]()
+    if differing:
+        groups = [] if report.rows else together.pieces(differing[0], reference.jaxpr, line)
+        trials = list(together.trials(differing, vary, has_rows=bool(report.rows)))
+    found = report.rows, report.uncompared, tuple(outputs), report.compared, tuple(groups), tuple(trials)
+    return Audit(vary, first.name, tuple(variants), *found)
 
 
 # Batches ---------------------------------------------------------------------------------------------------------

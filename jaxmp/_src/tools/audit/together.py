@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,31 +47,20 @@ class Trial:
     outputs: int
 
 
-def explained(
-    walks: Sequence[Walk], vary: str, line: str, *, has_rows: bool
-) -> tuple[tuple[Together, ...], tuple[Trial, ...]]:
-    """Returns the pieces that differ in the first variant, and the remedies that were tried in the variants `walks`.
-    Callers pass only variants with an output that differs, at least one. `has_rows`: operations differ alone. Then it
-    looks for no pieces, and tries `jaxmp.fuse` only. `vary`: sets the level that `fuse` gets. `line`: the line of
-    equations without one."""
-    program = jax_tracing.open_jaxpr(walks[0].sides[0].jaxpr)[0]
-    found = () if has_rows else pieces(walks[0], walks[0].bodies[program], line)
-    remedies = _remedies(walks[0], operations.LEVELS[vary], () if has_rows else _OPTIONS)
-    return tuple(found), tuple(_trials(walks, remedies))
-
-
 # Pieces ------------------------------------------------------------------------------------------------------------
 
 
-def pieces(walk: Walk, body: Body, line: str, most: int = _MOST_PIECES) -> list[Together]:
-    """Returns at most `most` small pieces of a program, or of a loop's body, that differ; [] if all together do not. If
-    a piece is one loop, and pieces of its last step differ, returns these instead."""
+def pieces(walk: Walk, jaxpr: Any, line: str, most: int = _MOST_PIECES) -> list[Together]:
+    """Returns at most `most` small pieces of a jaxpr that `walk` has followed, the program's or a loop's, that differ;
+    [] if all together do not. If a piece is one loop, and pieces of its last step differ, returns these instead.
+    `line`: of equations without one."""
+    body = walk.bodies[jax_tracing.open_jaxpr(jaxpr)[0]]
     pairs, found, makers = body.pairs, list[Together](), {v: eqn for eqn, _ in body.pairs for v in eqn.outvars}
     while len(found) < most and (piece := smallest(lambda some: _differ(walk, body, some), pairs)):
         equations = [eqn for eqn, _ in piece]
         lines = [jax_compat.traced_line(eqn) or line for eqn in equations]
         loops = jax_compat.subjaxprs(equations[0].params) if len(equations) == 1 else ()
-        bodies = [walk.bodies[jaxpr] for jaxpr in loops if jaxpr in walk.bodies]
+        bodies = [loop for loop in loops if loop in walk.bodies]
         inner = [one for inside in bodies for one in pieces(walk, inside, lines[0], most - len(found))]
         names = tuple(zip(map(operations.name_of, equations), lines, strict=True))
         found += inner or [Together(names, _rewriting(equations, makers))]
@@ -160,11 +149,13 @@ _OPTIONS = (
 )
 
 
-def _trials(walks: Sequence[Walk], remedies: Iterable[tuple[str, Callable[[Side], list[Any]]]]) -> Iterator[Trial]:
-    """Yields a trial of each remedy on the whole program, until with one of them no output differs. If the compiler or
-    `fuse` refuses a remedy, all outputs count as differing, and the remedy's text has the error."""
+def trials(walks: Sequence[Walk], vary: str, *, has_rows: bool) -> Iterator[Trial]:
+    """Yields a trial of each remedy on the whole program, until with one of them no output differs in the variants
+    `walks`. Callers pass only variants with an output that differs, at least one. If the compiler or `fuse` refuses a
+    remedy, all outputs count as differing, and the remedy's text has the error. `vary`: sets the level that `fuse`
+    gets. `has_rows`: operations differ alone; then it tries `fuse` only."""
     differing = count = len(walks[0].results)
-    for remedy, run in remedies:
+    for remedy, run in _remedies(walks[0], operations.LEVELS[vary], () if has_rows else _OPTIONS):
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "fuse: the bits of these")  # the trial compares them
