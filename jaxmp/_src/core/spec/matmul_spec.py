@@ -242,23 +242,10 @@ class MatmulSpec(Parts):
         return ("d", *self.rule.outputs, *amaxes, *scales)
 
     def replace(self, **changes: Any) -> MatmulSpec:
-        """Returns a spec with `changes`: itself if nothing changes, else the same copy at each call with the same
-        changes, except after a change of alpha or beta."""
+        """Returns a spec with `changes`: itself if nothing changes."""
         if all(getattr(self, name) == value for name, value in changes.items()):
             return self
-        # A program may have a new alpha at each step.
-        if "alpha" in changes or "beta" in changes:
-            return dataclasses.replace(self, **changes)
-        key = tuple(changes.items())
-        copy = self._copies.get(key)
-        if copy is None:
-            copy = self._copies[key] = dataclasses.replace(self, **changes)
-        return copy
-
-    @functools.cached_property
-    def _copies(self) -> dict[Any, MatmulSpec]:
-        """Copies made by `replace`. A copy takes some 10 us, and its cached properties are computed once."""
-        return {}
+        return dataclasses.replace(self, **changes)
 
     def regroup(self, **changes: Any) -> MatmulSpec:
         return self.replace(group=dataclasses.replace(self.group, **changes))
