@@ -120,7 +120,7 @@ test-process: $(TEST)/.ready ## Run the tests of many processes, with faults (AR
 	$(TEST)/bin/pytest $(PARALLEL) tests/jobs $(ARGS)
 
 .PHONY: test-clients
-test-clients: $(CLIENTS)/.ready ## Run others' programs and tests on jaxmp (ARGS="-k flax" picks some; with CLIENT_TIMES=20 it times them)
+test-clients: $(CLIENTS)/.alone ## Run others' programs and tests on jaxmp (ARGS="-k flax" picks some; with CLIENT_TIMES=20 it times them)
 	$(CLIENTS)/bin/pytest $(PARALLEL) tests/clients $(ARGS)
 
 .PHONY: chaos
@@ -244,6 +244,10 @@ $(XLA_GPU)/.ready: $(WHEEL)/.ready
 
 $(CLIENTS)/.ready: $(CXX_SOURCES) tests/clients/requirements.txt
 	$(call new_venv,$(CLIENTS),--editable . pytest pytest-timeout pytest-xdist -r tests/clients/requirements.txt)
+
+$(CLIENTS)/.alone: $(CLIENTS)/.ready tests/clients/requirements-no-deps.txt
+	@$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/clients/requirements-no-deps.txt
+	@touch $@
 
 # The site shows jaxmp as it stands, so it is built with the environment of the tests and what the extra `docs` names.
 $(TEST)/.docs: $(TEST)/.ready

@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 
 import programs  # noqa: F401  adds its clients
+import sciences  # noqa: F401  adds its clients
 import trainers  # noqa: F401  adds its clients
 from models import CLIENTS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "clients", ROOT / "docs" / "works-with.md"
+LOCAL = "so the product is local"  # the end of a reason that tells the details
 PLACES = {"none": 'one device with `determinism="batch"`'}
 
 
@@ -55,7 +57,7 @@ def client_rows(results):
             continue
         newest = {seen["place"]: seen for seen in found[0][1]["results"]}
         calls = [f"{PLACES.get(p, p)}: {seen['calls']} of {seen['met']}" for p, seen in newest.items()]
-        left = {reason: n for seen in newest.values() for reason, n in seen["left"].items()}
+        left = {"local" if reason.endswith(LOCAL) else reason for seen in newest.values() for reason in seen["left"]}
         speeds = [f"{PLACES.get(p, p)}: {seen['speed']:.2f}" for p, seen in newest.items() if seen["speed"]]
         releases = {
             kept["version"]: [j for j, other in found if other["version"] == kept["version"]] for _, kept in found

@@ -12,6 +12,7 @@ import warnings
 import jax
 import numpy as np
 import programs  # noqa: F401  adds its clients
+import sciences  # noqa: F401  adds its clients
 import trainers  # noqa: F401  adds its clients
 from counting import counting
 from models import CLIENTS

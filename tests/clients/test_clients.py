@@ -13,13 +13,15 @@ import jax
 import page
 import programs  # noqa: F401  adds its clients
 import pytest
+import sciences  # noqa: F401  adds its clients
 import trainers  # noqa: F401  adds its clients
 from models import CLIENTS
 from suites import BUILD, SUITES
 
 HERE = Path(__file__).resolve().parent
 # Packages that requirements.txt leaves out with some JAX.
-ABSENT = dict.fromkeys(("lineax", "numpyro"), "solvers and samplers are tested on the newest JAX") | {
+NEWEST = ["blackjax", "brax", "diffrax", "gpjax", "jax-md", "lineax", "mctx", "numpyro", "optimistix", "recurrentgemma"]
+ABSENT = dict.fromkeys(NEWEST, "is tested on the newest JAX alone") | {
     "maxtext": "MaxText needs Python 3.12, and the oldest JAX is tested on 3.11",
     "haliax": "Haliax calls jax.core.is_constant_dim, which the newest JAX has taken away",
 }
@@ -28,7 +30,7 @@ FOUND = BUILD / f"found-{jax.__version__}"
 
 def run(script, name, package, *options):
     """Runs a script, keeps the results that it prints, and fails with its output if it fails."""
-    if package in ABSENT and not importlib.util.find_spec(package):
+    if package in ABSENT and not importlib.util.find_spec(package.replace("-", "_")):
         pytest.skip(ABSENT[package])
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     if "CLIENT_TIMES" not in os.environ:  # a quarter less to compile
