@@ -34,7 +34,9 @@ def norm(x, gain):
 
 def language_model(p, tokens):
     """Has a tied embedding, norms by division, softmax attention, a gated layer in bfloat16, and a cross-entropy."""
-    x = p["embed"][tokens]
+    of_tokens = jax.typeof(tokens).sharding
+    of_x = NamedSharding(of_tokens.mesh, P(*of_tokens.spec, None)) if any(of_tokens.spec) else None  # on explicit axes
+    x = p["embed"].at[tokens].get(out_sharding=of_x)
     y = norm(x, p["gain"])
     q, k, v = (y @ p[name] for name in ("q", "k", "v"))
     x = x + jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k) / np.sqrt(D)) @ v
@@ -69,16 +71,18 @@ def trained(jitted, put):
 
 
 def on_four(mesh_of, kind):
-    mesh = mesh_of({"x": 4}, AxisType.Auto)
-    specs = {name: TENSOR.get(name, P()) if kind == "tensor" else P() for name in PARAMS}
-    put = {name: jax.device_put(w, NamedSharding(mesh, specs[name])) for name, w in PARAMS.items()}
-    return put, jax.device_put(TOKENS, NamedSharding(mesh, P("x") if kind == "data" else P()))
+    """Returns the parameters and tokens on four devices, which divide the matrices ("tensor"), or the tokens, also with
+    all parameters ("full") or on explicit axes ("explicit")."""
+    mesh = mesh_of({"x": 4}, AxisType.Explicit if kind == "explicit" else AxisType.Auto)
+    of_kind = {"tensor": TENSOR, "full": dict.fromkeys(PARAMS, P("x"))}.get(kind, {})
+    put = {name: jax.device_put(w, NamedSharding(mesh, of_kind.get(name, P()))) for name, w in PARAMS.items()}
+    return put, jax.device_put(TOKENS, NamedSharding(mesh, P() if kind == "tensor" else P("x")))
 
 
 def test_a_training_step_does_not_know_the_mesh(mesh_of):
     fused = jax.jit(jaxmp.fuse(step, determinism="topology"))
     want = trained(fused, (PARAMS, TOKENS))
-    for kind in ("data", "tensor"):
+    for kind in ("data", "tensor", "full", "explicit"):
         got = trained(fused, on_four(mesh_of, kind))
         jax.tree.map(assert_bitwise_equal, got, want)
     plain = trained(jax.jit(step), (PARAMS, TOKENS))

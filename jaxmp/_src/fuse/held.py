@@ -6,6 +6,7 @@ depend on the mesh, because XLA moves data between operations. So, under a level
 
 - a sum is a product with ones, a call of jaxmp's;
 - the result of each operation that XLA may merge passes through `fence`, and so does a divisor;
+- so does a sum of two numbers or a cast that rounds to 16 bits;
 - an operation that XLA approximates is alone between barriers;
 - products, quotients, powers, `exp` and `abs` of complex numbers are operations on their real and imaginary parts;
 - under a global order, a scatter that adds or multiplies, a product of elements and a cumulative sum or product get
@@ -49,7 +50,9 @@ FENCED = frozenset(
 # XLA:CPU approximates these in one way in vector loops and in another in scalar loops. The extents of a fusion decide
 # which, but a kernel of one operation has vector loops.
 ALONE = frozenset(("exp", "log", "log1p", "logistic", "rsqrt", "tanh"))
-HELD = FENCED | WHOLE | {SUM, "abs"}
+# XLA may leave out the rounding of these to 16 bits, where a wider operation reads them.
+ROUNDED = frozenset(("add", "add_any", "sub", "convert_element_type"))
+HELD = FENCED | WHOLE | ROUNDED | {SUM, "abs"}
 # Operations that stay XLA's, with bits that depend on the mesh, and what to write instead.
 PARTED = {
     **dict.fromkeys(("psum", "psum_invariant", "reduce_scatter"), "let a product take it in, or sum outside shard_map"),
@@ -59,13 +62,15 @@ PARTED = {
 
 def is_held(eqn: Any) -> bool:
     """True if `evaluate` evaluates an equation at a level: its primitive is in HELD, and its result is inexact, of 16
-    bits or more. Not held are `abs` of real numbers, a sum of at most one term, and a scatter of one update or of
-    updates marked as unique."""
+    bits or more. Not held are `abs` of real numbers, a sum of at most one term, a scatter of one update or of updates
+    marked as unique, and operations in ROUNDED that round nothing to 16 bits."""
     if eqn.primitive.name not in HELD or (eqn.primitive.name == "abs" and not _is_complex(eqn)):
         return False
     dtypes = [v.aval.dtype for v in eqn.outvars]
     if not any(jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 2 for dtype in dtypes):
         return False
+    if eqn.primitive.name in ROUNDED:
+        return dtypes[0].itemsize == 2 and (eqn.primitive.name != "convert_element_type" or _is_wide(eqn.invars[0]))
     if eqn.primitive.name == SUM:
         return math.prod(eqn.invars[0].aval.shape[i] for i in eqn.params["axes"]) not in (0, 1)
     return eqn.primitive.name not in SCATTERS or _may_collide(eqn)
@@ -173,6 +178,10 @@ def _sum_at_once(x: jax.Array, axes: tuple[int, ...], dtype: Any, options: emit.
         a = shaped(lax.transpose(x, (*free, *axes)), (*(extents or [1]), k), (*(of_free or [None]), of_k))
         d = product(a, jnp.ones((k, 1), x.dtype), (*(of_free or [None]), None))
     return shaped(d, extents, of_free)
+
+
+def _is_wide(v: Any) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jnp.floating) and v.aval.dtype.itemsize > 2
 
 
 def _may_collide(eqn: Any) -> bool:
