@@ -106,7 +106,7 @@ def _of_decoder(eqn: Any) -> Sequence[Any] | None:
         return None
 
     def program(*args: Any) -> list[Any]:
-        values = dict(zip(jaxpr.invars, args, strict=True))
+        values: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
         jax_tracing.evaluate_each(jaxpr.eqns, values)
         return [values[v] for v in jaxpr.outvars]
 
