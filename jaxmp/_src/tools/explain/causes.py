@@ -81,7 +81,7 @@ class _Causes(Search):
         """Returns the cause of a collective that reduces partial results of an operation with sharded operands: a
         product or convolution ("product"), a gather or slice (`_for_dropped_slice`; "whole"), a scatter, a reduction or
         any other operation ("reduction"). In a gradient "product" and "reduction" become "gradient", except for a
-        maximum, a minimum, and a reduction that `_spreads`."""
+        reduction that `_spreads`."""
         source, name = self.source, self.source.primitive
         line = self.module.line(source) or self.module.line(self.collective)
         places = self.program.wholes(source)
@@ -92,7 +92,7 @@ class _Causes(Search):
             return cause
         dims = self._summed(places)
         # A reduction in a user's own backward function is no sum that JAX's gradient adds.
-        is_gradient = is_backward(source) and name not in ("reduce_max", "reduce_min") and not self._spreads(source)
+        is_gradient = is_backward(source) and not self._spreads(source)
         if source.opcode in _PRODUCTS or name in ("dot_general", "conv_general_dilated"):
             what = "convolution" if "conv" in name else "product"
             text = f"{'the gradient of ' * is_gradient}this {what} sums {self.which(dims)}"
