@@ -165,7 +165,7 @@ ENTRY %main (x: f32[8,16], w: f32[16,16]) -> f32[16,16] {
   %gemm = (f32[16,16]{1,0}, s8[4194304]{0}) custom-call(%w, %w), custom_call_target="__cublas$lt$matmul", \
 backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
   %done = f32[16,16]{1,0} all-gather-done(%ag)
-  ROOT %sum = f32[16,16]{1,0} add(%dot, %done), metadata={op_name="jit(f)/add" source_file="/a/train.py" source_line=7}
+  ROOT %sum = f32[16,16]{1,0} add(%dot, %done), metadata={op_name="jit(f)/add"}
 }
 """
 
@@ -177,7 +177,6 @@ def test_the_text_of_asynchronous_programs_is_read():
     assert (count, start.kind, start.operands, start.nbytes) == (1, "all-gather", ("x",), 24 * 16 * F32)
     assert partitioned.groups_of(start, 4) == ((0, 2), (1, 3))
     assert partitioned.axes_of(partitioned.groups_of(start, 4), {"data": 2, "model": 2}) == ("data",)
-    assert module.line(computation.root) == "train.py:7"
     gemm = computation.instructions["gemm"]
     assert [each.name for each in computation.instructions.values() if each.is_product] == ["dot", "gemm"]
     assert start.results == gemm.results == [("f32", (16, 16))]

@@ -81,7 +81,7 @@ class _Causes(Search):
         """Returns the cause of a collective that reduces partial results of an operation with sharded operands: a
         product or convolution ("product"), a gather or slice (`_for_dropped_slice`; "whole"), a scatter, a reduction or
         any other operation ("reduction"). In a gradient "product" and "reduction" become "gradient", except for a
-        maximum, a minimum, and a reduction that `_spreads`."""
+        reduction that `_spreads`."""
         source, name = self.source, self.source.primitive
         line = self.module.line(source) or self.module.line(self.collective)
         places = self.program.wholes(source)
@@ -92,7 +92,7 @@ class _Causes(Search):
             return cause
         dims = self._summed(places)
         # A reduction in a user's own backward function is no sum that JAX's gradient adds.
-        is_gradient = is_backward(source) and name not in ("reduce_max", "reduce_min") and not self._spreads(source)
+        is_gradient = is_backward(source) and not self._spreads(source)
         if source.opcode in _PRODUCTS or name in ("dot_general", "conv_general_dilated"):
             what = "convolution" if "conv" in name else "product"
             text = f"{'the gradient of ' * is_gradient}this {what} sums {self.which(dims)}"
@@ -142,10 +142,11 @@ class _Causes(Search):
         if returned:
             return self._result(self.all(returned[0]), returned[1], made)
         if reader is None:
-            return self._next_carry(through, made)
+            lines = map(self.module.line, chain(self.computation, through))
+            return self._of_loop(None, through, next(filter(None, lines), made))
         line, found, name = self.module.line(reader), self.edge(reader, through), _named(reader)
         if reader.opcode == "while":
-            return self._first_carry(reader, through, line)
+            return self._of_loop(reader, through, line)
         for asks in [*([found[:2]] if found else []), *self.program.wholes(reader)[:1]]:
             if asks[1].primitive in ASKING:
                 return self._constraint(found, asks)
@@ -261,14 +262,33 @@ class _Causes(Search):
 
     def _asked(self, found: Edge) -> Cause | None:
         """Returns the cause if a constraint, a loop or the program's results ask for the sharding of the result of the
-        user in `found`; else None."""
-        if (met := self.consumer(found)) is None:
-            return None
-        if met.instruction.primitive in ASKING:
-            return self._constraint(found, met[:2])
-        if met.instruction.opcode == "while":
-            return self._carry(found, met, self.origins.whole.line(met.instruction))
-        return self._result(self.sharded(*found), met, self.origins.whole.line(found[1]))
+        user in `found`; else None. Considers only results that `axes` do not shard, or that get their sharding from no
+        operand. If XLA chooses the shardings of the program's results, these ask only if no other operand of the user
+        is sharded in another way."""
+        place, user, number = found
+        whole, result, have = self.origins.whole, Dim(place, user, "", 0), self.sharded(*found)
+        asked = [(at, axis) for at in self.all(result) for axis in self.axes_of(at)]
+        if asked and not any(self.origins.producers(*each) for each in asked):
+            met = self.origins.met(*asked[0])
+            if met and met.instruction.primitive in ASKING:
+                return self._constraint(found, met[:2])
+            if met and met.instruction.opcode == "while":
+                return self._carry(found, met, whole.line(met.instruction))
+            if met and not self.origins.producers(met, asked[0][1]):
+                return self._result(have, met, whole.line(user))
+        dims, waiting, seen, is_returned = self.program.dims(place, user), [(place, user)], {user.name}, False
+        for place, at in () if asked else waiting:
+            if at.primitive in ASKING and at is not user:
+                return self._constraint(found, (place, at))
+            is_returned |= at.is_root and place.name == whole.entry
+            for each in place.users[at.name]:
+                if each.name not in seen and (each.opcode == "tuple" or self.program.dims(place, each) == dims):
+                    seen.add(each.name)
+                    waiting += [*self.in_branches(place, at, each), (place, each)]
+        kinds = [self.program.dims(*value(*found[:2], i)[:3]) for i in range(len(user.operands))]
+        is_alone = not any(kind and kind != kinds[number] for kind in kinds)
+        asks = is_returned and (is_alone or not whole.chooses_results)
+        return self._result(have, result, whole.line(user)) if asks else None
 
     def _constraint(self, found: Edge | None, asks: Place) -> Cause:
         """Returns the cause for `asks`, a constraint on the user in `found` or on a value that the user leads to."""
@@ -291,22 +311,19 @@ class _Causes(Search):
         who = "XLA's result has" if is_chosen else "out_shardings have"
         return Cause("out_shardings", f"{who} {has}, but {sharded}", _NAME_RESULTS, line)
 
-    def _first_carry(self, loop: Instruction, through: Instruction, line: str) -> Cause:
-        ways = (chain(self.computation, each) for each in self.computation.operands(through))
+    def _of_loop(self, loop: Instruction | None, through: Instruction, line: str) -> Cause:
+        """Returns the cause, "carry", of a move of data that `loop` reads as `through`; or, if it is None, that the
+        body of one returns for its next iteration."""
+        body = self.origins.whole.computations.get(self.computation.name.removesuffix("_spmd"))
+        places = [(body, body.root, body.root)] if body and body.root.opcode == "tuple" else []
+        if loop:
+            places = [(place, place.operands(whole)[0], whole) for place, whole in self.program.wholes(loop)[:1]]
+        parts = self.computation.operands(through if loop else self.computation.root)
+        ways = (chain(self.computation, each) for each in parts)
         number = next((i for i, way in enumerate(ways) if self.collective in way), 0)
-        for place, whole in self.program.wholes(loop)[:1]:
-            return self._carry((place, place.operands(whole)[0], number), Dim(place, whole, str(number), 0), line)
+        for place, ends, carry in places:
+            return self._carry((place, ends, number), Dim(place, carry, str(number), 0), line)
         return self._carry(None, None, line)
-
-    def _next_carry(self, through: Instruction, line: str) -> Cause:
-        """Returns the cause, "carry", of a move of data that a loop's body returns as `through`, for its next
-        iteration. `line`: the line of the cause if the data has none."""
-        line = next(filter(None, map(self.module.line, chain(self.computation, through))), line)
-        place = self.origins.whole.computations.get(self.computation.name.removesuffix("_spmd"))
-        if not place or place.root.opcode != "tuple" or through.name not in self.computation.root.operands:
-            return self._carry(None, None, line)
-        number = self.computation.root.operands.index(through.name)
-        return self._carry((place, place.root, number), Dim(place, place.root, str(number), 0), line)
 
     def _carry(self, found: Edge | None, carry: Dim | None, line: str) -> Cause:
         text = f"the loop's carry changes its sharding over {self.over}, in each iteration"

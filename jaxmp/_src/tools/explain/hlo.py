@@ -227,8 +227,6 @@ class Module:
         return next((source_lines.line_name(*frame[:2]) for frame in self._stack(of)), "")
 
     def _stack(self, of: Instruction) -> Sequence[Frame]:
-        if old := re.search(r'source_file="([^"]*)" source_line=(\d+)', of.attributes):
-            return (Frame(old[1], int(old[2]), ""),)
         found = re.search(r"stack_frame_id=(\d+)", of.attributes)
         return self._stacks.get(int(found[1]), ()) if found else ()
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jaxmp._src.tools.explain import partitioned
 from jaxmp._src.tools.explain.hlo import MOVES, Computation, Instruction, Module, called_by
 from jaxmp._src.tools.explain.operations import only_moves, worked_along
-from jaxmp._src.tools.explain.origins import ASKING, Dim, value
+from jaxmp._src.tools.explain.origins import Dim, value
 from jaxmp._src.tools.explain.partitioned import Place
 from jaxmp._src.tools.explain.values import Edge, Values
 
@@ -97,35 +97,7 @@ class Search(Values):
             at = below
         return at, result
 
-    def consumer(self, found: Edge) -> Dim | None:
-        """Returns a dimension of the constraint or loop that asks for the sharding of the result of the user in
-        `found`; of the user, or of the program's result, if the program's results ask; None if nothing does. Considers
-        only results that `axes` do not shard, or that get their sharding from no operand. If XLA chooses the shardings
-        of the program's results, these ask only if no other operand of the user is sharded in another way."""
-        place, user, number = found
-        result, operands = Dim(place, user, "", 0), range(len(user.operands))
-        asked = [(at, axis) for at in self.all(result) for axis in self.axes_of(at)]
-        if asked and not any(self.origins.producers(*each) for each in asked):
-            met = self.origins.met(*asked[0])
-            asks = met and (met.instruction.primitive in ASKING or met.instruction.opcode == "while")
-            if met and (asks or not self.origins.producers(met, asked[0][1])):
-                return met
-        if asked:
-            return None
-        dims, waiting, seen, is_returned = self.program.dims(place, user), [(place, user)], {user.name}, False
-        for place, at in waiting:
-            if at.primitive in ASKING and at is not user:
-                return Dim(place, at, "", 0)
-            is_returned |= at.is_root and place.name == self.origins.whole.entry
-            for each in place.users[at.name]:
-                if each.name not in seen and (each.opcode == "tuple" or self.program.dims(place, each) == dims):
-                    seen.add(each.name)
-                    waiting += [*self._in_branches(place, at, each), (place, each)]
-        kinds = [self.program.dims(*value(*found[:2], i)[:3]) for i in operands]
-        is_alone = not any(kind and kind != kinds[number] for kind in kinds)
-        return result if is_returned and (is_alone or not self.origins.whole.chooses_results) else None
-
-    def _in_branches(self, place: Computation, at: Instruction, user: Instruction) -> Iterator[Place]:
+    def in_branches(self, place: Computation, at: Instruction, user: Instruction) -> Iterator[Place]:
         """Yields the parameters of a conditional's branches that get the value `at`; nothing for another `user`."""
         for i, (name, _) in enumerate(called_by(user) if user.opcode == "conditional" else ()):
             inner = self.origins.whole.computations[name]

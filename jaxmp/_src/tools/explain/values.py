@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Collection, Iterable
 
 from jaxmp._src.tools.explain.hlo import MOVES, Computation, Instruction
-from jaxmp._src.tools.explain.origins import ASKING, Dim, Origins, is_backward, summed, value
+from jaxmp._src.tools.explain.origins import ASKING, Dim, Origins, is_backward, value
 from jaxmp._src.tools.explain.partitioned import Program
 
 # The use of operand `number` by an instruction, its user: (computation, user, number).
@@ -55,18 +55,13 @@ class Values:
         return self.all(value(place, user, number)) if number < len(user.operands) else []
 
     def differs(self, place: Computation, user: Instruction, number: int) -> bool:
-        """True if the axes shard a dimension of an operand that its user needs whole, or sharded over other axes."""
+        """True if the axes shard a dimension of an operand that its user sums, needs whole, or sharded over others."""
         wants = dict[int, set[str]]()
         operand = value(place, user, number)
         for above in Dim(place, user, "", 0).all:
             for below in self.origins.operands(above):
                 if below[:3] == operand[:3]:
                     wants.setdefault(below.dim, set()).update(self.origins.axes(above))
-        if user.opcode == "reduce":  # sums parts on each device
-            wants |= {i: set(self.axes) for i in user.numbers("dimensions")}
-        if user.opcode == "dot":
-            for mine, other in zip(*(summed(place, user, i) for i in (number, 1 - number)), strict=True):
-                wants[mine.dim] = {*self.origins.axes(other)}
         return any(set(self.axes_of(each)) - wants.get(each.dim, set()) for each in self.sharded(place, user, number))
 
     # Words -------------------------------------------------------------------------------------------------------
