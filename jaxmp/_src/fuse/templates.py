@@ -143,9 +143,10 @@ def _is_same(eqn: Any, wanted: Any, known: dict[Any, Any], made_by: Producer) ->
     )
 
 
-def _source(eqn: Any) -> str:
-    """Returns the name and the place of the function of a `custom_jvp_call`, and so of its rule."""
-    return str(jax_tracing.open_jaxpr(eqn.params["call_jaxpr"])[0].debug_info.func_src_info)
+def _source(eqn: Any) -> tuple[str, str]:
+    """Returns the names and the places of the function and of the rule of a `custom_jvp_call`."""
+    function, rule = jax_tracing.open_jaxpr(eqn.params["call_jaxpr"])[0], eqn.params["jvp_jaxpr_fun"]
+    return str(function.debug_info.func_src_info), str(rule.debug_info.func_src_info)
 
 
 def _are_operands(haves: Sequence[Any], wants: Sequence[Any], known: dict[Any, Any], made_by: Producer) -> bool:
