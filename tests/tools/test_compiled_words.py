@@ -39,21 +39,17 @@ def ints(*arg):
     return lambda mesh: cases.typed(mesh, *arg, dtype="int32")
 
 
-def whole(x):
-    return jax.lax.with_sharding_constraint(x, P())
+def only_asks(x, *spec):
+    return jax.lax.with_sharding_constraint(x, P(*spec))
 
 
 def called_twice(x, y):
-    x = whole(x * 2) + 1
-    return x, whole(jnp.tanh(y)) @ y
+    x = only_asks(x * 2) + 1
+    return x, only_asks(jnp.tanh(y)) @ y
 
 
 def called_in_a_loop(x, y):
-    return jax.lax.scan(lambda carry, _: (whole(jnp.tanh(carry)) @ y, None), x, None, length=3)[0]
-
-
-def only_asks(x, *spec):
-    return jax.lax.with_sharding_constraint(x, P(*spec))
+    return jax.lax.scan(lambda carry, _: (only_asks(jnp.tanh(carry)) @ y, None), x, None, length=3)[0]
 
 
 def line_in(fn, number):
@@ -61,9 +57,9 @@ def line_in(fn, number):
 
 
 def test_a_line_that_several_lines_call_has_its_caller(rows_of):
-    helper = whole.__code__.co_firstlineno + 1
+    helper = only_asks.__code__.co_firstlineno + 1
     rows = rows_of(called_twice, ((8, 16), "data"), ((16, 16), "model"))
-    assert {row.line for row in rows} == {f"{line_in(called_twice, n)} -> whole:{helper}" for n in (1, 2)}
+    assert {row.line for row in rows} == {f"{line_in(called_twice, n)} -> only_asks:{helper}" for n in (1, 2)}
     assert {row.cause_kind for row in rows} == {"constraint"}
 
 
