@@ -191,6 +191,7 @@ def name_of(i):
 
 
 @pytest.mark.small("values")
+@pytest.mark.filterwarnings("ignore:fuse. the bits of these operations of XLA:RuntimeWarning")  # convolutions
 @pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)

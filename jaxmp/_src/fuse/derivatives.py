@@ -117,7 +117,8 @@ def _transpose(
 
     def transposed(operands: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         linear, zeros = _of_some(function, operands, wanted), (ad.Zero(operands[i]) for i in wanted)
-        return jax.linear_transpose(linear, *map(ad.instantiate_zeros, zeros))(cotangents)
+        with jax_compat.with_64_bits_of([*operands, *cotangents]):
+            return jax.linear_transpose(linear, *map(ad.instantiate_zeros, zeros))(cotangents)
 
     known = [x.aval if i in wanted else x for i, x in enumerate(operands)]
     found = evaluated(transposed, (known, list(map(ad.instantiate_zeros, cotangents))), {}, options)
