@@ -31,7 +31,7 @@ const std::map<int, int>& Attributes() {
       {10, 32},         // WARP_SIZE
       {12, 65536},      // MAX_REGISTERS_PER_BLOCK
       {13, 1980000},    // CLOCK_RATE
-      {16, Knob("FAKE_CUDA_MULTIPROCESSORS", 132)},
+      {16, 132},        // MULTIPROCESSOR_COUNT
       {19, 1},         // CAN_MAP_HOST_MEMORY
       {31, 1},         // CONCURRENT_KERNELS
       {32, 1},         // ECC_ENABLED
