@@ -32,23 +32,23 @@ const std::map<int, int>& Attributes() {
       {12, 65536},      // MAX_REGISTERS_PER_BLOCK
       {13, 1980000},    // CLOCK_RATE
       {16, 132},        // MULTIPROCESSOR_COUNT
-      {19, 1},         // CAN_MAP_HOST_MEMORY
-      {31, 1},         // CONCURRENT_KERNELS
-      {32, 1},         // ECC_ENABLED
-      {36, 3201000},   // MEMORY_CLOCK_RATE
-      {37, 6144},      // GLOBAL_MEMORY_BUS_WIDTH
-      {38, 62914560},  // L2_CACHE_SIZE
-      {39, 2048},      // MAX_THREADS_PER_MULTIPROCESSOR
-      {40, 3},         // ASYNC_ENGINE_COUNT
-      {41, 1},         // UNIFIED_ADDRESSING
-      {75, 9},         // COMPUTE_CAPABILITY_MAJOR
-      {76, 0},         // COMPUTE_CAPABILITY_MINOR
-      {78, 1},         // STREAM_PRIORITIES_SUPPORTED
-      {81, 233472},    // MAX_SHARED_MEMORY_PER_MULTIPROCESSOR
-      {82, 65536},     // MAX_REGISTERS_PER_MULTIPROCESSOR
-      {97, 232448},    // MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-      {106, 32},       // MAX_BLOCKS_PER_MULTIPROCESSOR
-      {111, 1024},     // RESERVED_SHARED_MEMORY_PER_BLOCK
+      {19, 1},          // CAN_MAP_HOST_MEMORY
+      {31, 1},          // CONCURRENT_KERNELS
+      {32, 1},          // ECC_ENABLED
+      {36, 3201000},    // MEMORY_CLOCK_RATE
+      {37, 6144},       // GLOBAL_MEMORY_BUS_WIDTH
+      {38, 62914560},   // L2_CACHE_SIZE
+      {39, 2048},       // MAX_THREADS_PER_MULTIPROCESSOR
+      {40, 3},          // ASYNC_ENGINE_COUNT
+      {41, 1},          // UNIFIED_ADDRESSING
+      {75, 9},          // COMPUTE_CAPABILITY_MAJOR
+      {76, 0},          // COMPUTE_CAPABILITY_MINOR
+      {78, 1},          // STREAM_PRIORITIES_SUPPORTED
+      {81, 233472},     // MAX_SHARED_MEMORY_PER_MULTIPROCESSOR
+      {82, 65536},      // MAX_REGISTERS_PER_MULTIPROCESSOR
+      {97, 232448},     // MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+      {106, 32},        // MAX_BLOCKS_PER_MULTIPROCESSOR
+      {111, 1024},      // RESERVED_SHARED_MEMORY_PER_BLOCK
   };
   return attributes;
 }
