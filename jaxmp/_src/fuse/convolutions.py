@@ -17,8 +17,6 @@ from jax.sharding import PartitionSpec as P
 from jaxmp._src.fuse.graph import spliced
 from jaxmp._src.fuse.operands import axes_of_type, is_explicit
 
-_PARAMS = ("window_strides", "padding", "lhs_dilation", "rhs_dilation")
-
 
 def as_product(eqn: Any) -> Sequence[Any] | None:
     """Returns equations that compute a convolution by a product. Returns None for other equations, for groups, integers
@@ -29,12 +27,13 @@ def as_product(eqn: Any) -> Sequence[Any] | None:
     params, avals = eqn.params, [v.aval for v in (*eqn.invars, *eqn.outvars)]
     specs = params["dimension_numbers"]
     extents = [[aval.shape[d] for d in spec[2:]] for aval, spec in zip(avals, specs, strict=True)]
-    parts = [_parts(i, *each) for i, each in enumerate(zip(*extents, *(params[name] for name in _PARAMS), strict=True))]
+    given = (params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation"))
+    parts = [_parts(i, *each) for i, each in enumerate(zip(*extents, *given, strict=True))]
     axes = [axes_of_type(aval) if is_explicit(aval) else ((),) for aval in avals]
     is_split = any(any(each[1:]) or (each[0] and 0 in spec[2:]) for each, spec in zip(axes, specs, strict=True))
-    is_wide = all(jnp.issubdtype(aval.dtype, jnp.inexact) and aval.dtype.itemsize > 1 for aval in avals)
-    is_grouped = params["feature_group_count"] > 1 or params["batch_group_count"] > 1
-    if is_split or is_grouped or not is_wide or not all(parts) or any(0 in aval.shape for aval in avals):
+    is_one = params["feature_group_count"] == params["batch_group_count"] == 1
+    is_wide = all(jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize > 1 and 0 not in x.shape for x in avals)
+    if is_split or not (is_one and is_wide and all(parts)):
         return None
     # Of each array the parts of its dimensions: (number, extent), with 0 for the batch, 1 and 2 for features.
     split = []
@@ -58,9 +57,7 @@ def as_product(eqn: Any) -> Sequence[Any] | None:
     return spliced(eqn, product, eqn.invars)
 
 
-def _parts(
-    i: int, n: int, w: int, m: int, stride: int, padding: tuple[int, int], spread: int, apart: int
-) -> tuple[tuple[tuple[int, int], ...], ...]:
+def _parts(i: int, n: int, w: int, m: int, stride: int, padding: Any, spread: int, apart: int) -> tuple[Any, ...]:
     """Returns (number, extent) of each part of dimension `i` of the windows, in both operands and the result: of the
     places of windows, and of the elements in a window. `n`, `w`, `m`: the three extents. () if windows overlap or leave
     elements out."""

@@ -143,12 +143,10 @@ def lowered(eqn: Any) -> list[jax_compat.Jaxpr]:
     return [jax_tracing.trace(lambda *operands: _lower(*operands, **eqn.params), [v.aval for v in eqn.invars])[0]]
 
 
-def _kept_jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, function: Function, places: Sequence[int], options: Options
-) -> Any:
+def _kept_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, places: Sequence[int], **params: Any) -> Any:
     """Returns (results, tangents) of `kept_p`, both computed by its function."""
     n = len(primals) - len(places)
-    results, found = _jvp(function, options, primals[:n], tangents[:n])
+    results, found = _jvp(primals=primals[:n], tangents=tangents[:n], **params)
     zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
     found = [zero if t.dtype == jax.dtypes.float0 else t for t, zero in zip(found, zeros, strict=True)]
     return [results[i] for i in places], [found[i] for i in places]

@@ -70,7 +70,8 @@ def is_held(eqn: Any) -> bool:
     if not any(jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 2 for dtype in dtypes):
         return False
     if eqn.primitive.name in ROUNDED:
-        return dtypes[0].itemsize == 2 and (eqn.primitive.name != "convert_element_type" or _is_wide(eqn.invars[0]))
+        is_cast, dtype = eqn.primitive.name == "convert_element_type", eqn.invars[0].aval.dtype
+        return dtypes[0].itemsize == 2 and (not is_cast or dtype in (np.float32, np.float64))
     if eqn.primitive.name == SUM:
         return math.prod(eqn.invars[0].aval.shape[i] for i in eqn.params["axes"]) not in (0, 1)
     return eqn.primitive.name not in SCATTERS or _may_collide(eqn)
@@ -178,10 +179,6 @@ def _sum_at_once(x: jax.Array, axes: tuple[int, ...], dtype: Any, options: emit.
         a = shaped(lax.transpose(x, (*free, *axes)), (*(extents or [1]), k), (*(of_free or [None]), of_k))
         d = product(a, jnp.ones((k, 1), x.dtype), (*(of_free or [None]), None))
     return shaped(d, extents, of_free)
-
-
-def _is_wide(v: Any) -> bool:
-    return jnp.issubdtype(v.aval.dtype, jnp.floating) and v.aval.dtype.itemsize > 2
 
 
 def _may_collide(eqn: Any) -> bool:
