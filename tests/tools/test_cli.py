@@ -77,14 +77,11 @@ def test_info_names_what_serves_and_why(capsys):
         assert section in out
 
 
-def test_the_processor_is_read_from_the_systems_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(processor, "_CPUINFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(processor.platform, "processor", lambda: "aarch64")
-    found = [processor.processor.__wrapped__().name]
-    for text in ("model name\t: Some Processor\nflags\t\t: fpu avx2\nmodel name\t: Other\n", "Features\t: fp asimd\n"):
-        (tmp_path / "cpuinfo").write_text(text)
-        found.append(processor.processor.__wrapped__().name)
-    assert found == ["aarch64", "Some Processor", "aarch64"]
+def test_the_processor_is_read_from_the_systems_text():
+    x86 = processor.parse("model name\t: Some Processor\nflags\t\t: fpu avx2 amx_bf16\nmodel name\t: Other\n", "?", 2)
+    assert x86 == processor.Processor("Some Processor", 2, ("avx2", "amx_bf16"))
+    arm = processor.parse("Features\t: fp asimd bf16 sve2\n", "aarch64", 72)
+    assert arm == processor.Processor("aarch64", 72, ("asimd", "bf16", "sve2"))
 
 
 def test_the_script_is_the_same_command(capsys):
