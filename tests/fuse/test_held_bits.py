@@ -312,8 +312,18 @@ def test_other_convolutions_stay_with_xla_and_are_named(name):
     np.testing.assert_array_equal(got, program(x, w))
 
 
-def test_sums_that_stay_with_xla_are_named(mesh_of):
-    mesh = mesh_of({"x": 4}, AxisType.Auto)
-    f = jax.shard_map(lambda x: jax.lax.psum(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
-    with pytest.warns(RuntimeWarning, match=r"psum at test_held_bits\.py:\d+ \(let a product"):
-        jax.eval_shape(jaxmp.fuse(f, determinism="topology"), X)
+@pytest.mark.parametrize("name", ["psum", "psum_scatter", "psum_scatter_start"])
+def test_sums_that_stay_with_xla_are_named(mesh_of, name):
+    if not hasattr(lax, name):
+        pytest.skip("JAX 0.10 has no collectives in two parts")
+    options = {"tiled": True} if "scatter" in name else {}
+
+    def total(x):
+        found = getattr(lax, name)(x, "x", **options)
+        return found.done() if name.endswith("start") else found
+
+    f = jax.shard_map(
+        total, mesh=mesh_of({"x": 4}, AxisType.Auto), in_specs=P("x"), out_specs=P("x" if options else None)
+    )
+    with pytest.warns(RuntimeWarning, match=r"at test_held_bits\.py:\d+ \(let a product"):
+        jax.eval_shape(jaxmp.fuse(f, determinism="topology"), jnp.ones((16, 4)))

@@ -55,7 +55,10 @@ ROUNDED = frozenset(("add", "add_any", "sub", "convert_element_type"))
 HELD = FENCED | WHOLE | ROUNDED | {SUM, "abs"}
 # Operations that stay XLA's, with bits that depend on the mesh, and what to write instead.
 PARTED = {
-    **dict.fromkeys(("psum", "psum_invariant", "reduce_scatter"), "let a product take it in, or sum outside shard_map"),
+    **dict.fromkeys(
+        ("psum", "psum_invariant", "psum_invariant_done", "reduce_scatter", "reduce_scatter_done"),
+        "let a product take it in, or sum outside shard_map",
+    ),
     "conv_general_dilated": "shard no dimension along which it or its gradient sums",
 }
 
