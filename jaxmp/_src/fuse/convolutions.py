@@ -1,4 +1,4 @@
-"""Makes products of convolutions with windows that do not overlap: those of patches and of 1 x 1, and their gradients.
+"""Makes products of convolutions with windows that do not overlap (patches, 1 x 1), and of their gradients.
 
 A convolution of (n, p w, c) and (w, c, f) with the stride w becomes a product of (n, p, w, c) and (w, c, f).
 """
@@ -35,7 +35,7 @@ def as_product(eqn: Any) -> Sequence[Any] | None:
     is_wide = all(jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize > 1 and 0 not in x.shape for x in avals)
     if is_split or not (is_one and is_wide and all(parts)):
         return None
-    # Of each array the parts of its dimensions: (number, extent), with 0 for the batch, 1 and 2 for features.
+    # The parts of each array's dimensions, as (number, extent): 0 is the batch, 1 and 2 are features.
     split = []
     for i, pair in enumerate(((0, 1), (2, 1), (0, 2))):
         features = [[(number, avals[i].shape[d])] for number, d in zip(pair, specs[i][:2], strict=True)]

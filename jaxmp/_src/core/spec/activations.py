@@ -91,7 +91,7 @@ FUNCTIONS: dict[str, Function] = {
     "tanh": jnp.tanh,
     "sigmoid": jax.nn.sigmoid,
 }
-# Those with an epilog, as functions of JAX, which are fused too.
+# The functions of JAX that epilogs compute. `fuse` finds them in programs.
 FUSED: dict[str, Function] = {"relu": jax.nn.relu, "gelu": jax.nn.gelu}
 
 

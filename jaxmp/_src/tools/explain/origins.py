@@ -283,8 +283,9 @@ def value(computation: Computation, user: Instruction, number: int) -> Dim:
 
 
 def summed(computation: Computation, each: Instruction, side: int) -> list[Dim]:
-    """Returns the dimensions of operand `side` (0 or 1) that a product or convolution sums. Of operand 0 those that a
-    reduction sums, and all of the updates that a scatter adds; [] for other operations."""
+    """Returns the dimensions of operand `side` (0 or 1) that a product, convolution or reduction sums. For side 0 of a
+    scatter, returns all dimensions of the updates. Returns [] for side 1 of reductions and scatters, and for other
+    operations."""
     dims = each.numbers(f"{('lhs', 'rhs')[side]}_contracting_dims")
     if each.opcode == "convolution":
         labels = re.findall("[a-z0-9]+", each.attribute("dim_labels"))[side]

@@ -292,8 +292,8 @@ def _scales(spec: MatmulSpec) -> str:
 
 
 def _row_of_xla(eqn: Any, line: str, count: int, left: str = "") -> Row:
-    """Returns the row of a `dot_general` of global arrays that XLA partitions, with the pattern "XLA's"; or of a
-    product that `fuse` has left to JAX, for the reason `left`, with the pattern "-"."""
+    """Returns the row of a product that JAX computes. If `fuse` has left it, `left` is the reason, and the pattern is
+    "-". Otherwise XLA partitions a `dot_general` of global arrays, and the pattern is "XLA's"."""
     a, b, d = (v.aval for v in (*eqn.invars[:2], *eqn.outvars))
     (contracted, of_k), (batch, of_batch), groups = dimension_numbers(eqn)
     k, batches = (math.prod(a.shape[i] for i in dims) for dims in (contracted, batch))
