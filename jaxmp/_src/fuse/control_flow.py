@@ -26,7 +26,7 @@ class Functions:
 
     def __init__(self, evaluate: Evaluate) -> None:
         self.evaluate = evaluate
-        self._known: dict[Any, Any] = {}  # rewritten jaxprs
+        self._known: dict[tuple[Any, str], Any] = {}  # rewritten jaxprs
 
     def of(self, closed: Any) -> Function:
         """Returns the function that evaluates a jaxpr by `self.evaluate`."""
@@ -34,9 +34,11 @@ class Functions:
         return functools.partial(self.evaluate, jaxpr, consts)
 
     def rewritten(self, closed: Any, primitive: str) -> Any:
-        """Returns a jaxpr that computes a jaxpr, a parameter of `primitive`, by `self.evaluate`; the same one for the
-        same jaxpr. Raises UnknownError for results of other types and for constants, if the primitive has none."""
-        if closed not in self._known:
+        """Returns a jaxpr that computes `closed`, a parameter of `primitive`, by `self.evaluate`. The same jaxpr and
+        primitive give the same result. Raises UnknownError if the results have other types, which only `jit` and
+        `remat2` may have, and if the jaxpr of a `remat2` would have constants."""
+        key = closed, primitive
+        if key not in self._known:
             before, _ = jax_tracing.open_jaxpr(closed)
 
             def run(*args: Any) -> list[Any]:
@@ -49,8 +51,8 @@ class Functions:
             jaxpr, consts = jax_tracing.trace(run, [v.aval for v in before.invars], before.debug_info)
             if consts and primitive == "remat2":
                 raise UnknownError("a program within it would have constants")
-            self._known[closed] = jaxpr if primitive == "remat2" else type(closed)(jaxpr, consts)
-        return self._known[closed]
+            self._known[key] = jaxpr if primitive == "remat2" else type(closed)(jaxpr, consts)
+        return self._known[key]
 
 
 def inside(eqn: Any, *, of_jaxmp: bool = False) -> Iterator[Any]:
