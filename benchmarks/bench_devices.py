@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 import jaxmp
 
-DEVICES = (16, 64, 256)
+DEVICES = (16, 64, 128)
 SIZE = 2048
 TYPES = ("float32", "bfloat16")
 FUNCTIONS = {"jaxmp": jaxmp.matmul, "jnp": jnp.matmul}

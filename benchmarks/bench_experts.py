@@ -55,7 +55,7 @@ def with_capacity(mesh, dtype):
 
     def ours(x, up, down, experts):
         routes = {"experts": experts, "gates": jnp.ones(experts.shape, x.dtype)}
-        return layers(x, {"w_gate": None, "w_up": up, "w_down": down}, routes, {}, "silu", {"out_sharding": P("p")})
+        return layers(x, {"w_gate": None, "w_up": up, "w_down": down}, routes, {}, "silu", out_sharding=P("p"))
 
     def of_slots(x, up, down, experts):
         chosen = jax.nn.one_hot(experts[:, 0], EXPERTS, dtype=jnp.int32)

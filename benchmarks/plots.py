@@ -105,7 +105,7 @@ def jobs():
     for machine, sections in RESULTS.items():
         for row in sections.get("devices", {}).get("means", ()):
             mean, worst = row["jaxmp / jnp"]
-            rows[machine, "16 to 256 devices", row["types"]] = 1 / mean, 1 / worst
+            rows[machine, "16 to 128 devices", row["types"]] = 1 / mean, 1 / worst
         for row in sections.get("processes", {}).get("means", ()):
             rows[machine, "2 to 8 processes", row["types"]] = row["jnp / jaxmp"]
         for row in sections.get("hosts", {}).get("means", ()):
