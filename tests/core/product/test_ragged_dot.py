@@ -162,6 +162,14 @@ def test_activations_of_a_product_that_is_rounded_once():
         assert_same(d, (jax.nn.silu if activation == "silu" else activation)(wide).astype(jnp.bfloat16))
 
 
+def test_gpus_multiply_at_full_precision():
+    gradient = jax.grad(lambda x, w: jaxmp.ragged_dot(x, w, jnp.array([3, 5])).sum(), (0, 1))
+    lowered = jax.jit(gradient).trace(integers((8, 3)), integers((2, 3, 5))).lower(lowering_platforms=("cuda",))
+    products = [line for line in lowered.as_text().splitlines() if '"chlo.ragged_dot"' in line]
+    assert len(products) == 2
+    assert all("[#chlo<precision HIGHEST>, #chlo<precision HIGHEST>]" in line for line in products)
+
+
 def test_a_function_multiplies_rows_and_derivatives():
     """Like a kernel of tokamax on GPUs, it gets the arguments of `lax.ragged_dot_general`, with sums in float32."""
     calls = []

@@ -139,7 +139,7 @@ def _of_xla(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpec) ->
     that group 0 begins at row 0."""
     x, w = low_precision.widened(x, w)
     given = spec.implementation
-    multiply = given if callable(given) else lax.ragged_dot_general
+    multiply = given if callable(given) else functools.partial(lax.ragged_dot_general, precision=lax.Precision.HIGHEST)
 
     def product(x: jax.Array, w: jax.Array, bounds: jax.Array) -> jax.Array:
         bounds = jnp.clip(bounds, 0, x.shape[0])

@@ -60,7 +60,8 @@ def ragged_dot(
       bias: (groups, n), a vector for each matrix of w.
       activation: as in `linear`. XLA adds the bias and applies the activation in the accumulator's type, and rounds
         once. With `determinism="batch"` None or "relu"; of integers None.
-      precision: checked as in `matmul`. A preset may convert the operands; otherwise it has no effect.
+      precision: checked as in `matmul`. A preset may convert the operands; without one, products have the
+        operands' full precision, on GPUs too.
       preferred_element_type: as in `lax.ragged_dot`; with `scaling` by default float32.
       scaling: float32 scales of narrow operands. XLA multiplies the sums by them, and adds the bias. `Scaling.a` is (),
         or (m,) for the rows of x. `Scaling.b` is (), (groups,), (groups, n) for the columns of each matrix, or
