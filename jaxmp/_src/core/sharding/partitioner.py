@@ -30,7 +30,7 @@ from jaxmp._src.core.contraction.moves import size_of
 from jaxmp._src.core.lowering import decide, grouped
 from jaxmp._src.core.primitive import bias_grad
 from jaxmp._src.core.primitive.grouped import GroupedSpec
-from jaxmp._src.core.primitive.primitives import activation_grad, by_settled
+from jaxmp._src.core.primitive.primitives import activation_grad
 from jaxmp._src.core.sharding import ragged, sharded_call
 from jaxmp._src.core.sharding.factored_mesh import factored
 from jaxmp._src.core.sharding.meshes import partition_spec
@@ -155,7 +155,9 @@ def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpe
     partitions by this `sharding_rule`, with two exceptions: XLA itself multiplies batches (unless a library is asked
     for) and symbolic extents. If a library is asked for symbolic extents, the rule raises NotImplementedError."""
 
-    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec, **params: Any) -> Any:
+    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec | None, **params: Any) -> Any:
+        if spec is None or not spec.is_unsettled:
+            return on_shards(ctx, *nodes, spec=spec, **params)
         spec = spec.settled()
         if jax_lowering.is_on_shards(ctx):
             return on_shards(ctx, *nodes, spec=spec, **params)
@@ -170,7 +172,7 @@ def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpe
         call = {"spec": to_fields(spec), **params}
         return _lower(ctx, _led(spec, nodes), call, sharding_rule(spec))
 
-    return by_settled(on_shards, rule)
+    return rule
 
 
 def _note(what: str) -> set[str]:
