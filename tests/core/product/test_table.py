@@ -83,7 +83,7 @@ def test_sums_beside_an_empty_result(epilog):
     for name in ("ag-data", "rs-data", "ar-data", "grid"):
         case = cases.BY_NAME[name].replace(per_shard=shape, epilog=epilog, transposition="TN")
         trial = Trial(case, implementation="xla", determinism="topology")
-        suite.check(trial, rng_of(trial))
+        drawn.check_on(trial, ["normal"], rng_of(trial))
 
 
 # The judge itself: it must be able to say no.
@@ -107,7 +107,7 @@ def test_the_suite_notices(fault, monkeypatch):
 
     monkeypatch.setattr(suite, "compiled", faulty)
     with pytest.raises(AssertionError, match="out of bounds"):
-        suite.check(Trial(case), rng_of(Trial(case)))
+        drawn.check_on(Trial(case), ["normal"], rng_of(Trial(case)))
 
 
 def test_values_are_what_their_kind_says():
