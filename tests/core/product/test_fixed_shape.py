@@ -184,18 +184,6 @@ def test_a_largest_value_is_not_that_of_padding(in_tiles):
     assert not more["relu_aux"].any()
 
 
-SOME_ROWS = (1, 2, 17, 31, 32, 33, 65)
-
-
-@pytest.mark.parametrize("epilog", [Epilog.NONE, Epilog.GELU_AUX_BIAS, Epilog.DGELU], ids=lambda epilog: epilog.name)
-def test_a_row_does_not_know_its_batch(epilog, in_tiles):
-    in_tiles(testing.check_rows, "batch", "host", "float32", (301, 140), SOME_ROWS, epilog=epilog)
-
-
-def test_a_column_does_not_know_its_neighbours(in_tiles):
-    in_tiles(testing.check_columns, "batch", "host", "float32", (301, 9), (1, 2, 17, 127, 128, 129, 300))
-
-
 @pytest.mark.parametrize(
     ("dtype", "transpose", "only"),
     [
