@@ -2,8 +2,8 @@
 
 A `Trial` is a case (layout, transposition, type, extents; cases.py), a way to call (modes.py), scalars, C, epilog,
 implementation, level of determinism, batch, and whether operands are aliased or donated. `compiled` computes every
-output and, with them, the gradients of a loss that reads every output; `check` compares both with numpy in float64,
-element by element, under
+output and, with them, the gradients of a loss that reads every output; `check_results` compares both with numpy in
+float64, element by element, under
 
     |x - x*| <= c * (u_acc * X + u_out * |x*|),
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import warnings
 
 import bounds
@@ -28,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import modes
 import numpy as np
-import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxmp import Epilog
@@ -362,17 +360,6 @@ def compiled(trial: Trial):
             return jitted(*split(trial, {name: mode.put(case, v, where.get(name, P())) for name, v in x.items()}))
 
     return run
-
-
-def check(trial: Trial, rng: np.random.Generator) -> None:
-    """Runs the trial and judges each output and gradient on every device, or the refusal if it must be refused."""
-    cases.require(trial.implementation)
-    x = draw(trial, rng)
-    if trial.refusal():
-        with pytest.raises(NotImplementedError, match=re.escape(trial.refusal())):
-            compiled(trial)(x)
-        return
-    check_results(trial, x, compiled(trial)(x), expected)
 
 
 def check_results(trial: Trial, x, got, oracle, absolute: float = 0.0, is_exact: bool = False) -> None:

@@ -36,13 +36,15 @@ MESHES = [
     ("float32", 40, 4, SOME | {"transpose": "TN"}),
     ("bfloat16", 40, 4, SOME | {"transpose": "NT"}),
     ("complex64", 40, 4, SOME | {"transpose": "TT"}),
+    ("bfloat16", 200, 4, SOME | {"epilog": Epilog.GELU_AUX_BIAS, "implementation": "xla"}),
 ]
 
 
 @pytest.mark.parametrize(("dtype", "k", "count", "options"), MESHES)
 def test_bits_do_not_know_the_mesh(dtype, k, count, options):
     """Covers results and gradients of every pattern; k is cut inside the blocks that a bf16 kernel sums at once."""
-    assert testing.check_meshes("topology", "host", dtype, (24, 40, k), [count], **options) >= 3
+    given = {"level": "topology", "implementation": "host", "dtype": dtype, "extents": (24, 40, k), "counts": [count]}
+    assert testing.check_meshes(**given | options) >= 3
 
 
 @pytest.mark.small("values")
@@ -51,11 +53,6 @@ def test_bits_do_not_know_the_mesh(dtype, k, count, options):
 def test_cuts_inside_of_k_blocks_do_not_matter(dtype, count, held):
     """Each rank holds `held` of k, and 150 rows for the gradient in b; K blocks of 256 or 1024 do not end there."""
     testing.check_meshes("topology", "host", dtype, (150 * count, 16, held * count), [count], **SOME)
-
-
-def test_bits_of_xla_do_not_know_the_mesh():
-    options = SOME | {"epilog": Epilog.GELU_AUX_BIAS}
-    testing.check_meshes("topology", "xla", "bfloat16", (24, 40, 200), [4], **options)
 
 
 LEADING = {
@@ -194,14 +191,6 @@ def test_a_derivative_of_one_product_does_not_know_the_mesh(epilog, level):
             got = jax.jit(functools.partial(product, out_sharding=specs[2]))(left, right, given)
         for key in want:
             testing.assert_bitwise_equal(got[key], want[key], f"{name}: {key}")
-
-
-@pytest.mark.small("values")
-@pytest.mark.parametrize("implementation", testing.IMPLEMENTATIONS)
-@pytest.mark.parametrize("epilog", OF_ACTIVATIONS, ids=lambda epilog: epilog.name)
-def test_rows_of_a_derivative_do_not_depend_on_the_batch(epilog, implementation):
-    for level in LEVELS:
-        testing.check_rows(level, implementation, "float32", (1, 17), testing.SOME_ROWS, epilog=epilog)
 
 
 @pytest.mark.parametrize("mode", ["explicit", "partitioner", "shard_map"])

@@ -100,14 +100,11 @@ def test_types_are_those_of_jnp(request, mesh_name, name):
 EVERY = [*shardings(2, ("x", "y")), P(("y", "x"), None), P(None, ("y", "x"))]
 
 
-def unequal_mesh():
-    return jax.make_mesh((2, 3), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:6])
-
-
 @pytest.mark.parametrize("have", EVERY, ids=str)
 def test_moves_between_all_shardings_on_axes_of_unequal_sizes(have):
     """XLA aborts if some of these moves are done in one step."""
-    mesh, x = unequal_mesh(), np.asarray(integers((12, 12)))
+    mesh = jax.make_mesh((2, 3), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:6])
+    x = np.asarray(integers((12, 12)))
     move = functools.partial(meshes.reshard, mesh=mesh, have=have, is_explicit=True)
     with jax.set_mesh(mesh):
         there = jax.device_put(x, NamedSharding(mesh, have))
@@ -115,14 +112,6 @@ def test_moves_between_all_shardings_on_axes_of_unequal_sizes(have):
         for got, want in zip(moved, EVERY, strict=True):
             assert got.sharding.is_equivalent_to(NamedSharding(mesh, want), 2)
             np.testing.assert_array_equal(np.asarray(got), x)
-
-
-def test_a_product_on_axes_of_unequal_sizes():
-    mesh, x = unequal_mesh(), np.asarray(integers((12, 12), dtype=np.int8))
-    with jax.set_mesh(mesh):
-        a, b = (jax.device_put(x, NamedSharding(mesh, spec)) for spec in (P(("y", "x"), None), P("y", "x")))
-        d = jaxmp.matmul(a, b, transpose_b=True, out_sharding=P("x", "y"))
-        np.testing.assert_array_equal(np.asarray(d), x @ x.T)
 
 
 def test_axes_that_do_not_divide_a_dimension_do_not_split_it():

@@ -67,14 +67,6 @@ def test_vmap(axes):
     assert_same(of_sum(jax.vmap(jaxmp.ragged_dot, axes)), of_sum(functools.partial(looped, reference)))
 
 
-def test_vmap_of_vmap():
-    x, w = integers((2, 3, 6, 3)), integers((3, 2, 3, 5), 1)
-    sizes = jnp.array([2, 3])
-    ours = jax.vmap(jax.vmap(jaxmp.ragged_dot, (0, None, None)), (1, 0, None))(x, w, sizes)
-    want = jnp.stack([jnp.stack([reference(x[i, j], w[j], (2, 3)) for i in range(2)]) for j in range(3)])
-    assert_same(ours, want)
-
-
 @pytest.mark.parametrize("value", [jnp.inf, jnp.nan])
 def test_weights_of_a_group_without_rows_reach_nothing(value):
     x, w = integers((6, 4)), integers((3, 4, 5), 1)
@@ -119,13 +111,6 @@ def test_rounding(dtype, preferred):
     size = np.concatenate([abs(a) @ abs(b) for a, b in parts])
     units = np.finfo(np.float32).eps, float(jnp.finfo(d.dtype).eps)
     assert (abs(np.asarray(d, np.float64) - want) <= 8 * units[0] * size + units[1] * abs(want)).all()
-
-
-def test_many_tiles():
-    x, w, sizes = integers((1000, 40)), integers((3, 40, 700), 1), (700, 1, 250)
-    product = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes))
-    theirs, d = lambda x, w: reference(x, w, sizes), product(x, w)
-    assert_same(jax.vjp(product, x, w)[1](d), jax.vjp(theirs, x, w)[1](d))
 
 
 def test_it_is_kept_by_a_policy_exported_and_printed():

@@ -40,14 +40,20 @@ def in_call(call: Contraction, mesh: Mapping[str, int], a: int, b: int, sums: in
     return (Transfer.over(mesh, axes, nbytes, kind),) if nbytes else ()
 
 
-def in_grid(call: Contraction, mesh: Mapping[str, int], a: int, b: int) -> tuple[Transfer, ...]:
+def in_grid(
+    call: Contraction, mesh: Mapping[str, int], a: int, b: int, is_whole: Sequence[bool] = (False, False)
+) -> tuple[Transfer, ...]:
     """Returns the all-gathers that a rank of a grid receives: the blocks of a in its row, and the blocks of b in its
-    column. `a`, `b`: the bytes of its own blocks. A gather that moves nothing is left out."""
-    parts = (
-        (a * (size_of(mesh, call.col_axes) - 1), call.col_axes),
-        (b * (size_of(mesh, call.row_axes) - 1), call.row_axes),
-    )
-    return tuple(Transfer.over(mesh, axes, nbytes, "all_gather") for nbytes, axes in parts if nbytes)
+    column; for a and b that are gathered whole, by `is_whole`, all blocks. `a`, `b`: the bytes of its own blocks. A
+    gather that moves nothing is left out."""
+    moved = []
+    for nbytes, kept, takes_all in zip((a, b), (0, 1), is_whole, strict=True):
+        for dimension, axes in enumerate((call.row_axes, call.col_axes)):
+            p = size_of(mesh, axes)
+            if nbytes and p > 1 and (takes_all or dimension != kept):
+                moved.append(Transfer.over(mesh, axes, nbytes * (p - 1), "all_gather"))
+                nbytes *= p
+    return tuple(moved)
 
 
 def received(shape: Sequence[int], have: Dims, want: Dims, mesh: Mapping[str, int]) -> int:

@@ -215,10 +215,10 @@ def transfers(spec: MatmulSpec, a: ArrayType, b: ArrayType, implementation: str)
     call, mesh, p = spec.contraction, dict(spec.group.mesh), spec.group.nranks
     of_a, of_b = (math.prod(x.shape) * x.dtype.itemsize for x in (a, b))
     is_by_xla = implementation in ("xla", "host+xla") and not spec.fixed_reduction_order
-    if is_by_xla and (spec.distributions or call.is_block_grid):
-        return (*_gathers_of_grid(spec, of_a, of_b),)
-    if spec.distributions:
-        return moves.in_grid(call, mesh, of_a, of_b)
+    if spec.distributions or (is_by_xla and call.is_block_grid):
+        flags = spec.transpose_a, spec.transpose_b
+        is_whole = [is_by_xla and (bool(spec.distributions) or is_transposed) for is_transposed in flags]
+        return moves.in_grid(call, mesh, of_a, of_b, is_whole)
     if call.sums and (implementation == "host" or spec.fixed_reduction_order):
         part, whole = (of_b, of_a) if call.scattered == 1 else (of_a, of_b)
         needed = part if call.is_reduced and implementation != "host" else part // p
@@ -227,19 +227,6 @@ def transfers(spec: MatmulSpec, a: ArrayType, b: ArrayType, implementation: str)
     acc = accumulator(low_precision.operand_type(a.dtype, b.dtype))
     moved = moves.in_call(call, mesh, of_a, of_b, rows * cols * acc.itemsize)
     return (*moved, *_sums_of_bias(spec, (rows, cols), acc.itemsize)) if is_by_xla else moved
-
-
-def _gathers_of_grid(spec: MatmulSpec, a: int, b: int) -> Iterator[Transfer]:
-    """Yields the all-gathers of a grid's blocks of `a` and `b` bytes for XLA. An operand that is stored transposed or
-    block-cyclic is gathered whole, any other one along k only."""
-    mesh, axes = dict(spec.group.mesh), (spec.group.row_axes, spec.group.col_axes)
-    is_whole = bool(spec.distributions)
-    for nbytes, kept in ((a, None if spec.transpose_a else 0), (b, None if spec.transpose_b else 1)):
-        for dimension, each in enumerate(axes):
-            p = moves.size_of(mesh, each)
-            if (dimension != kept or is_whole) and p > 1:
-                yield Transfer.over(mesh, each, nbytes * (p - 1), "all_gather")
-                nbytes *= p
 
 
 def _sums_of_bias(spec: MatmulSpec, d: tuple[int, int], itemsize: int) -> Iterator[Transfer]:

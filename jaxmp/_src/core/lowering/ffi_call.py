@@ -131,7 +131,10 @@ def call_attributes(
     unknown or have no communicator. `found`: the call's extents, if they have been computed."""
     found = found or extents(spec, a.shape, b.shape)
     row = spec.rule
-    out = _DTYPES[np.dtype(spec.out_dtype).name]
+    types = (spec.out_dtype, spec.c_dtype, spec.bias_dtype, spec.aux_dtype)
+    out, c, bias, aux = (_DTYPES[np.dtype(dtype or spec.out_dtype).name] for dtype in types)
+    # hostmp takes cuBLASMp's compute types; no library sums in 16 bits.
+    platform = "cpu" if precisions.sums_in_16_bits(spec.precision) else ""
     names = [name for name, _ in spec.group.mesh]
     axes_row, axes_col = (
         (spec.group.col_axes, spec.group.row_axes) if spec.contraction.is_grid else (spec.group.row_axes, ())
@@ -150,22 +153,11 @@ def call_attributes(
         "trans_b": _transposition(spec.transpose_a, spec.conjugate_a),
         "dtype_a": _DTYPES[b.dtype.name],
         "dtype_b": _DTYPES[a.dtype.name],
-        "dtype_c": _DTYPES[np.dtype(spec.c_dtype or spec.out_dtype).name] if spec.has_c else "none",
+        "dtype_c": c if spec.has_c else "none",
         "dtype_d": out,
-        "dtype_bias": _DTYPES[np.dtype(spec.bias_dtype or spec.out_dtype).name]
-        if row.has_bias or row.gradient
-        else "none",
-        "dtype_aux": {
-            "": "none",
-            "relu_aux": "u8",
-            "gelu_aux": _DTYPES[np.dtype(spec.aux_dtype or spec.out_dtype).name],
-        }[row.aux or row.aux_input],
-        # hostmp takes cuBLASMp's compute types; no library sums in 16 bits.
-        "compute": precisions.compute_type(
-            spec.precision,
-            low_precision.operand_type(a.dtype, b.dtype),
-            "cpu" if precisions.sums_in_16_bits(spec.precision) else "",
-        ),
+        "dtype_bias": bias if row.has_bias or row.gradient else "none",
+        "dtype_aux": {"": "none", "relu_aux": "u8", "gelu_aux": aux}[row.aux or row.aux_input],
+        "compute": precisions.compute_type(spec.precision, low_precision.operand_type(a.dtype, b.dtype), platform),
         "alpha": np.array([complex(spec.alpha).real, complex(spec.alpha).imag], np.float64),
         "beta": np.array([complex(spec.beta).real, complex(spec.beta).imag], np.float64),
         "scale_mode_a": spec.scales.b,

@@ -13,10 +13,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxmp._src.core.contraction.contraction import Dim
 from jaxmp._src.core.contraction.moves import WIDE, Narrow
 from jaxmp._src.core.lowering import decide, process_barrier, xla_matmul
 from jaxmp._src.core.lowering.decide import Decision
 from jaxmp._src.core.lowering.forms import Gathered, ResolvedCall, Xla
+from jaxmp._src.core.lowering.process_barrier import MeshAxes
 from jaxmp._src.core.lowering.process_collectives import SharedMemory
 from jaxmp._src.core.primitive.collectives import place
 from jaxmp._src.core.primitive.grouped import batch_product
@@ -26,11 +28,11 @@ from jaxmp._src.core.spec.activations import multiply_by_slope
 from jaxmp._src.core.spec.matmul_spec import MatmulSpec
 from jaxmp._src.core.spec.options import Mesh
 from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering
-from jaxmp._src.platform.jax_internals.jax_lowering import mlir
+from jaxmp._src.platform.jax_internals.jax_lowering import LoweringContext, LoweringRule, mlir
 
 
-def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
-    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
+def matmul_rule(platform: str) -> LoweringRule:
+    def rule(ctx: LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
         types: Any = ctx.avals_in
         where = decide.in_rule(ctx, platform, spec.group.mesh, spec.group.axes)
         decision = decide.product(spec, types[0], types[1], where)
@@ -41,9 +43,7 @@ def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
     return rule
 
 
-def _product(
-    ctx: jax_lowering.LoweringContext, decision: Decision, spec: MatmulSpec, platform: str
-) -> Callable[..., Any]:
+def _product(ctx: LoweringContext, decision: Decision, spec: MatmulSpec, platform: str) -> Callable[..., Any]:
     """Returns the function of shards that computes a product and returns its results in the spec's order. Adds the
     barrier of a call that CPU devices of several processes compute outside of hostmp's shared call. Calls
     `require_devices` if a call of cuBLASMp names its devices."""
@@ -84,9 +84,7 @@ def _named(call: ResolvedCall, spec: MatmulSpec, operands: Sequence[jax.Array]) 
     return named
 
 
-def _batch(
-    ctx: jax_lowering.LoweringContext, decision: Decision, spec: MatmulSpec, platform: str
-) -> Callable[..., Any]:
+def _batch(ctx: LoweringContext, decision: Decision, spec: MatmulSpec, platform: str) -> Callable[..., Any]:
     """Returns the function of shards with `spec.batch` leading dimensions that computes a batch of products and returns
     their results in order. It binds the primitive in a loop over the batch if the form is "each". In other forms
     (`decide.Decision`), CPU devices of several processes meet at a barrier first."""
@@ -122,7 +120,7 @@ def _batch(
     return lower
 
 
-def activation_grad_rule(platform: str) -> jax_lowering.LoweringRule:
+def activation_grad_rule(platform: str) -> LoweringRule:
     """Returns the rule that multiplies t by the slope at `aux`: by XLA without a spec, else gelu's by a library."""
 
     def grad(aux: jax.Array, t: jax.Array, *, activation: str, spec: MatmulSpec | None) -> jax.Array:
@@ -136,24 +134,15 @@ def activation_grad_rule(platform: str) -> jax_lowering.LoweringRule:
 
 
 def collective_rule(
-    ctx: jax_lowering.LoweringContext,
-    x: Any,
-    *,
-    kind: str,
-    mesh: process_barrier.MeshAxes,
-    axis_name: tuple[str, ...],
-    dimensions: tuple[int, ...],
-    caller: str,
-    narrow: Narrow,
-    platform: str,
+    ctx: LoweringContext, x: Any, *, kind: str, mesh: MeshAxes, axis_name: Dim, platform: str, **params: Any
 ) -> Any:
     """Lowers a collective of `kind`: on CPUs between processes through shared memory, or to a barrier and XLA's
-    collective; elsewhere to XLA's. "wait" becomes the barrier before a reshard, "vary" and "pass" become nothing."""
+    collective; elsewhere to XLA's. "wait" becomes the barrier before a reshard, "vary" and "pass" become nothing.
+    `params`: other arguments of `communicated`."""
     if kind in ("vary", "pass"):
         return [x]
     site = process_barrier.site(ctx, mesh, axis_name, is_collective=kind != "wait") if platform == "cpu" else None
-    where: dict[str, Any] = {"axes": axis_name, "dimensions": dimensions, "narrow": narrow, "platform": platform}
-    lower = functools.partial(communicated, site, kind, caller=caller, **where)
+    lower = functools.partial(communicated, site, kind, axes=axis_name, platform=platform, **params)
     with jax_compat.off_explicit_mesh():
         return mlir.lower_fun(lower, multiple_results=False)(ctx, x)
 
@@ -190,7 +179,7 @@ def communicated(
 
 
 def reshard_rule(
-    ctx: jax_lowering.LoweringContext, x: Any, *, mesh: Mesh, have: P, spec: P, is_explicit: bool, platform: str
+    ctx: LoweringContext, x: Any, *, mesh: Mesh, have: P, spec: P, is_explicit: bool, platform: str
 ) -> Any:
     """Places a global array as `have` and then as `spec`, in a type that XLA can move."""
 
@@ -203,7 +192,7 @@ def reshard_rule(
     return mlir.lower_fun(lower, multiple_results=False)(ctx, x)
 
 
-def whole_rule(ctx: jax_lowering.LoweringContext, x: Any) -> Any:
+def whole_rule(ctx: LoweringContext, x: Any) -> Any:
     if jax_lowering.is_on_shards(ctx):
         return [x]
     lower = functools.partial(place, mesh=jax_lowering.global_mesh(ctx), spec=P(), is_explicit=False)

@@ -211,15 +211,6 @@ def of_one_index(spec: MatmulSpec, *avals: Aval) -> tuple[Aval, ...]:
     return avals
 
 
-def by_settled(of_shards: Rule, of_global: Rule) -> Rule:
-    """Returns a rule that calls `of_global` for an unsettled spec, and `of_shards` for others and without a spec."""
-
-    def rule(*args: Any, spec: MatmulSpec | None, **params: Any) -> Any:
-        return (of_shards if spec is None or not spec.is_unsettled else of_global)(*args, spec=spec, **params)
-
-    return rule
-
-
 def naming_by_spec(rule: Rule) -> Rule:
     """Returns `rule` with the name of the public function (`spec.function`, "matmul" without a spec) added to refusals,
     because the rule may run after that function has returned."""

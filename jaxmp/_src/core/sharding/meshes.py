@@ -275,7 +275,7 @@ def _explicit_mesh(request: Request) -> options.Mesh | None:
 
     Operands on no mesh (NumPy arrays, arrays made before `jax.set_mesh`) are whole on a given or ambient explicit mesh.
     """
-    found, mesh = None, request.mesh
+    found = None
     for x in (request.a, request.b):
         sharding = jax.typeof(x).sharding
         if not has_explicit_axes(sharding.mesh):
@@ -287,13 +287,11 @@ def _explicit_mesh(request: Request) -> options.Mesh | None:
         found = this if found is None or concrete is not None else found
     if found is not None:
         _check_context(found)
-    if found is not None and mesh is not None and dict(mesh.shape) != dict(found.shape):
-        raise InvalidValue(f"mesh has axes {dict(mesh.shape)} but the operands live on {dict(found.shape)}")
-    _check_mesh("mesh", mesh, found)
-    if found is None and all(jax.typeof(x).sharding.mesh.empty for x in (request.a, request.b)):
+        _check_mesh("mesh", request.mesh, found)
+    elif all(jax.typeof(x).sharding.mesh.empty for x in (request.a, request.b)):
         given = _given_mesh(request)
         around = given if given is not None else jax.sharding.get_abstract_mesh()
-        found = around if has_explicit_axes(around) else None
+        return around if has_explicit_axes(around) else None
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.core.contraction import moves
-from jaxmp._src.core.contraction.contraction import Contraction, Dim, Dims, Layout
+from jaxmp._src.core.contraction.contraction import Dim, Dims
 from jaxmp._src.core.contraction.moves import Gather, Narrow
 from jaxmp._src.core.primitive.collectives import narrow_gather
 from jaxmp._src.core.primitive.primitives import dots_saveable
@@ -62,39 +62,15 @@ class Frame:
 
 
 @functools.lru_cache(maxsize=4096)
-def frame_of(
-    where: tuple[Any, bool],
-    given: Layout,
-    plan: Contraction,
-    others: tuple[tuple[str, Dims], ...] = (),
-    results: tuple[tuple[str, Dims], ...] = (),
-    *,
-    gathers_inside: bool,
-) -> Frame:
-    """Returns the frame of a planned call. `given`: the shardings of a and b, and the requested sharding of d.
-
-    `where`: the mesh, and whether its axes are explicit. `others`, `results`: (name, sharding) of the other operands at
-    the entry, and of the other results. `gathers_inside`: a and b may be gathered inside `shard_map`, so that their
-    cotangents are reduce-scattered.
-    """
-    operands = ("a", given.a, plan.layout.a), ("b", given.b, plan.layout.b)
-    arrays = *operands, *((name, None, dims) for name, dims in others)
-    gathered = plan.layout if gathers_inside else None
-    # All ranks that gather an operand compute the same sums of it, so the sums do not vary over these axes.
-    summed = [name for name in "ab" if f"bgrad{name}" in dict(results)]
-    outs = ("d", plan.layout.d), *results
-    return frame(where, arrays, gathered, outs, given.d, plan.unreduced, summed=summed)
-
-
 def frame(
     where: tuple[Any, bool],
-    arrays: Iterable[tuple[str, Dims | None, Dims]],
-    layout: Iterable[Dims] | None,
+    arrays: tuple[tuple[str, Dims | None, Dims], ...],
+    layout: tuple[Dims, ...] | None,
     outs: tuple[tuple[str, Dims], ...],
     asked: Dims,
     unreduced: Dim,
     *,
-    summed: Collection[str] = (),
+    summed: tuple[str, ...] = (),
 ) -> Frame:
     """Returns a call's frame. `arrays`: (name, sharding before, sharding inside). `outs`: the results, d first.
     `asked`: the sharding of d that the caller wants. `unreduced`: the axes of d's deferred sum. `layout`: the shardings

@@ -16,7 +16,6 @@ import contextvars
 import dataclasses
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,7 +29,7 @@ from jaxmp._src.core.contraction.moves import size_of
 from jaxmp._src.core.lowering import decide, grouped
 from jaxmp._src.core.primitive import bias_grad
 from jaxmp._src.core.primitive.grouped import GroupedSpec
-from jaxmp._src.core.primitive.primitives import activation_grad, by_settled
+from jaxmp._src.core.primitive.primitives import activation_grad, over_batch
 from jaxmp._src.core.sharding import ragged, sharded_call
 from jaxmp._src.core.sharding.factored_mesh import factored
 from jaxmp._src.core.sharding.meshes import partition_spec
@@ -96,15 +95,10 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
     def multiply(*shards: jax.Array) -> Sequence[jax.Array]:
         return tuple(bind_plan(plan, local, dict(zip(names, shards, strict=True))).values())
 
-    def of_batch(*shards: jax.Array) -> Sequence[jax.Array]:
-        sizes = shards[0].shape[: spec.batch]
-        results = jax.vmap(multiply)(*(x.reshape(math.prod(sizes), *x.shape[spec.batch :]) for x in shards))
-        return [x.reshape(*sizes, *x.shape[1:]) for x in results]
-
     def placed(name: str) -> NamedSharding:
         return NamedSharding(mesh, partition_spec((*front, *sharded_call.dims_of(spec, plan, name))))
 
-    return of_batch if spec.batch else multiply, [*map(placed, names)], [*map(placed, spec.output_names)]
+    return over_batch(multiply, spec.batch), [*map(placed, names)], [*map(placed, spec.output_names)]
 
 
 def _place_grouped(spec: GroupedSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
@@ -155,7 +149,9 @@ def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpe
     partitions by this `sharding_rule`, with two exceptions: XLA itself multiplies batches (unless a library is asked
     for) and symbolic extents. If a library is asked for symbolic extents, the rule raises NotImplementedError."""
 
-    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec, **params: Any) -> Any:
+    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec | None, **params: Any) -> Any:
+        if spec is None or not spec.is_unsettled:
+            return on_shards(ctx, *nodes, spec=spec, **params)
         spec = spec.settled()
         if jax_lowering.is_on_shards(ctx):
             return on_shards(ctx, *nodes, spec=spec, **params)
@@ -170,7 +166,7 @@ def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpe
         call = {"spec": to_fields(spec), **params}
         return _lower(ctx, _led(spec, nodes), call, sharding_rule(spec))
 
-    return by_settled(on_shards, rule)
+    return rule
 
 
 def _note(what: str) -> set[str]:

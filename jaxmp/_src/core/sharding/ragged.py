@@ -130,7 +130,7 @@ def _within(x: jax.Array, most: int) -> jax.Array:
 @functools.lru_cache(maxsize=4096)
 def planned(spec: GroupedSpec, where: tuple[Any, bool], given: Contraction, shapes: tuple[Shape, Shape]) -> RaggedCall:
     """Plans the call of global arrays sharded as in `given`. `where`: the mesh, and whether its axes are explicit.
-    `shapes`: of x and w. Raises as `_call_of` does."""
+    `shapes`: of x and w. Raises as `_split_call` does."""
     (mesh, _), (m, k), (g, _, n), (x, w, d) = where, *shapes, given.layout
     keeps_k = spec.level.fixed_order and not {*x[1], *w[1]} <= {*given.unreduced}
     choose = functools.partial(_split, is_w_larger=g * k * n > m * (k + n), keeps_k=keeps_k)
@@ -148,81 +148,63 @@ def split_call(
     unreduced: Dim,
 ) -> RaggedCall:
     """Returns a call: the ranks of each axis split the index that `choose` returns, if the axis divides the index. The
-    ranks of `spec.experts` split rows and groups. The sum over `unreduced` is deferred. Raises as `_call_of` does.
+    ranks of `spec.experts` split rows and groups. The sum over `unreduced` is deferred. Raises as `_split_call` does.
 
     `choose` has a parameter for each array with a sharding: the index along which an axis shards the array, or "".
     `arrays` has the operands by name, and the result last: the indices and the sharding of each array, or None for an
     array that enters as it is split.
     """
-    mesh, sharded = where[0].shape, [(indices, dims) for indices, dims in arrays.values() if dims is not None]
-    axes = _axes_of(mesh, choose, extents, sharded, spec.experts)
-    call, out = _call_of(spec, mesh, axes, extents, sharded[-1], unreduced)
-    operands = [
-        (name, have, tuple(axes[index] for index in indices)) for name, (indices, have) in [*arrays.items()][:-1]
-    ]
+    sharded = [(indices, dims) for indices, dims in arrays.values() if dims is not None]
+    call, axes, out = _split_call(spec, where[0].shape, choose, extents, sharded, unreduced)
+    operands = tuple((name, have, tuple(axes[i] for i in indices)) for name, (indices, have) in [*arrays.items()][:-1])
     made = frame(where, operands, (tuple(axes.values()),), (("d", out),), sharded[-1][1], unreduced)
     return dataclasses.replace(call, frame=made)
 
 
-def _axes_of(
+def _split_call(
+    spec: GroupedSpec,
     mesh: Mapping[str, int],
     choose: Callable[..., str],
     extents: Mapping[str, int],
     sharded: Sequence[tuple[str, Dims]],
-    experts: Dim,
-) -> dict[str, Dim]:
-    """Returns the axes that split each index, slowest first: if they divide it, the axes that `choose` gives it, and
-    for "m" and "g" also `experts`. `sharded`: the indices and the sharding of each array."""
-    axes: dict[str, Dim] = {}
+    unreduced: Dim = (),
+) -> tuple[RaggedCall, dict[str, Dim], Dims]:
+    """Returns (the call of `split_call` without a frame, the axes that split each index, slowest first, the sharding of
+    the result in the call). `sharded`: the indices and the sharding of each array, the result last. Raises as
+    `check_order` does, except for `spec.experts` and axes of deferred sums. Raises ValueError if the call has no sum
+    over an `unreduced` axis."""
+    experts, (result, wanted) = spec.experts, sharded[-1]
     roles = [{axis: index for index, dim in zip(*each, strict=True) for axis in dim} for each in sharded]
     splits = {axis: choose(*(role.get(axis, "") for role in roles)) for axis in set().union(*roles)}
+    axes: dict[str, Dim] = {}
     for index, extent in extents.items():
-        found: Dim = ()
-        dims_of = [dims[indices.index(index)] for indices, dims in sharded if index in indices]
-        for axis in dict.fromkeys(sum(dims_of, ())):
-            splits_it = index in "mg" if axis in experts else splits.get(axis) == index
-            if splits_it and extent % moves.size_of(mesh, (*found, axis)) == 0:
-                found = (*found, axis)
-        axes[index] = found
-    return axes
-
-
-def _call_of(
-    spec: GroupedSpec,
-    mesh: Mapping[str, int],
-    axes: Mapping[str, Dim],
-    extents: Mapping[str, int],
-    result: tuple[str, Dims],
-    unreduced: Dim = (),
-) -> tuple[RaggedCall, Dims]:
-    """Returns the call without a frame, and the sharding of its result. `axes`: the axes that split each index.
-    `result`: the result's indices and wanted sharding. Raises as `check_order` does, except for `experts` and axes of
-    deferred sums. Raises ValueError if the call has no sum over an `unreduced` axis."""
-    experts = spec.experts
-    split = dict.fromkeys(sum(axes.values(), ()))
+        axes[index] = ()
+        for axis in dict.fromkeys(axis for role in roles for axis, i in role.items() if i == index):
+            splits_it = index in "mg" if axis in experts else splits[axis] == index
+            if splits_it and extent % moves.size_of(mesh, (*axes[index], axis)) == 0:
+                axes[index] += (axis,)
     # A split of an index that the result does not have leaves terms: partial sums or, for g, zeros.
-    terms = {i: tuple(axis for axis in dim if axis not in experts) for i, dim in axes.items() if i not in result[0]}
+    terms = {i: tuple(axis for axis in dim if axis not in experts) for i, dim in axes.items() if i not in result}
     zeros = terms.pop("g", ())
     contracted: Dim = sum(terms.values(), ())
     partial = contracted + zeros
     alone = (*experts, *(axis for axis in contracted if axis in unreduced))
+    split = dict.fromkeys(sum(axes.values(), ()))
     check_order(spec, tuple(axis for axis in split if axis not in alone and mesh[axis] > 1))
     if rest := tuple(axis for axis in unreduced if axis not in partial):
         raise InvalidValue(
             f"{{out_sharding}} is unreduced over {rest}, but the call has no sum over them; shard the contraction or "
             "the groups over them, or leave them out"
         )
-    scatters = tuple(
-        ()
-        if extents[index] % moves.size_of(mesh, axes[index] + (mine := tuple(a for a in dim if a in partial)))
-        else mine
-        for index, dim in zip(*result, strict=True)
-    )
-    out = tuple(axes[index] + mine for index, mine in zip(result[0], scatters, strict=True))
+    scatters = []
+    for index, dim in zip(result, wanted, strict=True):
+        mine = tuple(axis for axis in dim if axis in partial)
+        scatters.append(() if extents[index] % moves.size_of(mesh, axes[index] + mine) else mine)
+    out = tuple(axes[index] + mine for index, mine in zip(result, scatters, strict=True))
     sums = tuple(axis for axis in partial if axis not in (*sum(scatters, ()), *unreduced))
-    splits = tuple((index, axes[index]) for index in "mkgn" if index in axes)
-    spec = dataclasses.replace(spec, mesh=tuple(mesh.items()), splits=splits)
-    return RaggedCall(spec, None, axes["m"], axes["g"], contracted, sums, scatters), out
+    of_indices = tuple((index, axes[index]) for index in "mkgn" if index in axes)
+    spec = dataclasses.replace(spec, mesh=tuple(mesh.items()), splits=of_indices)
+    return RaggedCall(spec, None, axes["m"], axes["g"], contracted, sums, tuple(scatters)), axes, out
 
 
 def check_order(spec: GroupedSpec, axes: Dim) -> None:
@@ -269,7 +251,7 @@ def placed(
     spec: GroupedSpec, mesh: Any, shapes: Sequence[Shape], dims: Sequence[Dims]
 ) -> tuple[RaggedCall, tuple[Dims, ...]]:
     """Plans the call of `grouped` with the shardings `dims` that XLA proposes for (x, w, bounds, result). Returns (the
-    call without a frame, the shardings of these arrays in it). Raises as `_call_of` does."""
+    call without a frame, the shardings of these arrays in it). Raises as `_split_call` does."""
     indices = indices_of(spec, shapes)
     extents = {i: n for text, shape in zip(indices, shapes, strict=True) for i, n in zip(text, shape, strict=True)}
     extents = {"u": 1, "g": extents.pop("e") - 1} | extents
@@ -286,7 +268,7 @@ def placed(
     of_rows = [dim[text.index("m")] for text, dim in arrays if "m" in text][: 1 + spec.is_contraction]
     of_groups = next(dim[text.index("g")] for text, dim in arrays if "g" in text)
     experts = shared_axes(spec, mesh, of_rows[0], of_groups) if of_rows[0] == of_rows[-1] else ()
-    axes = {"e": ()} | _axes_of(mesh.shape, choose, extents, arrays, experts)
     spec = dataclasses.replace(spec, whole=(g, m, k, n), experts=experts)
-    call, out = _call_of(spec, mesh.shape, axes, extents, arrays[-1])
+    call, axes, out = _split_call(spec, mesh.shape, choose, extents, arrays)
+    axes |= {"e": ()}
     return call, (*(tuple(axes[index] for index in text) for text in indices[:-1]), out)

@@ -21,7 +21,7 @@ from jaxmp._src.core.lowering import xla_matmul
 from jaxmp._src.core.primitive.collectives import cast_varying
 from jaxmp._src.core.primitive.primitives import global_amax
 from jaxmp._src.core.sharding import eager_calls, meshes, shardings
-from jaxmp._src.core.sharding.on_shards import Frame, frame_of, on_gathered, on_shards
+from jaxmp._src.core.sharding.on_shards import Frame, frame, on_gathered, on_shards
 from jaxmp._src.core.sharding.shard_local import bind_folded, bind_plan, bind_shards
 from jaxmp._src.core.spec import low_precision, matmul_spec
 from jaxmp._src.core.spec.extents import SPANS, axes_text, spans
@@ -256,23 +256,28 @@ def planned_call(
     plan = planned(spec, given, (a, b), shape, mesh.shape)
     plan = plan.with_whole_b() if any(spec.comm.narrow) else plan
     spec = check_all_reduce(spec.replace(is_typed=True, group=Group.of(plan, tuple(mesh.shape.items()))))
-    others = tuple((operand, dims_of(spec, plan, operand)) for operand in spec.operand_names)
-    for operand, dims in others:
-        if operand in matmul_spec.SCALE_NAMES:
-            argument = f"scaling.{operand.removeprefix('scale_')}"
-            shardings.check_dims(argument, dims, operands[operand].shape, mesh.shape)
-    results = tuple((result, dims_of(spec, plan, result)) for result in spec.output_names[1:])
+    where, (of_a, of_b, asked) = (mesh, placement.is_explicit), given.layout
+    arrays: list[tuple[str, Dims | None, Dims]] = [("a", of_a, plan.layout.a), ("b", of_b, plan.layout.b)]
+    for name in spec.operand_names:
+        dims = dims_of(spec, plan, name)
+        if name in matmul_spec.SCALE_NAMES:
+            argument = f"scaling.{name.removeprefix('scale_')}"
+            shardings.check_dims(argument, dims, operands[name].shape, mesh.shape)
+        arrays.append((name, None, dims))
+    outs = tuple((name, dims_of(spec, plan, name)) for name in spec.output_names)
     # Under a level gradients have their own order of sums, so they cannot be a gather's transpose.
-    gathers_inside = not spec.fixed_reduction_order
-    frame = frame_of((mesh, placement.is_explicit), given.layout, plan, others, results, gathers_inside=gathers_inside)
-    entry = dict(frame.entries)["b"]
-    if _takes_narrow(spec, operands) and entry.gathers and entry.spec == meshes.partition_spec(given.layout.b):
-        spec, frame = _without_narrow(spec), frame.with_narrow_b(spec.comm.narrow)
+    layout = None if spec.fixed_reduction_order else plan.layout
+    # All ranks that gather an operand compute the same sums of it, so the sums do not vary over these axes.
+    summed = tuple(name for name in "ab" if f"bgrad{name}" in spec.output_names)
+    made = frame(where, tuple(arrays), layout, outs, asked, plan.unreduced, summed=summed)
+    entry = dict(made.entries)["b"]
+    if _takes_narrow(spec, operands) and entry.gathers and entry.spec == meshes.partition_spec(of_b):
+        spec, made = _without_narrow(spec), made.with_narrow_b(spec.comm.narrow)
     if _has_columns(spec):
         columns = shape[-1] // spec.group.size(plan.layout.d[-1])
         check_relu_aux(operands, shape[-1], columns)
         check_comm_options(spec, columns)
-    return ShardedCall(spec, numbers, plan, frame, 0 in shape)
+    return ShardedCall(spec, numbers, plan, made, 0 in shape)
 
 
 def _takes_narrow(spec: MatmulSpec, operands: Operands) -> bool:
