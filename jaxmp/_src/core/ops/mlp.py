@@ -123,16 +123,11 @@ class _Layer:
     ) -> Operands:
         """Returns the results of the layer on shards by name: "d", with the `activation` applied. With `keeps_aux` and
         an activation returns second its mask "relu_aux" or z "gelu_aux". `operands`: both layers' operands."""
-        layer = self.operands(x, operands)
+        layer = {"a": x, "b": operands[self.weight]}
+        layer |= {"bias": operands[self.bias]} if self.bias in operands else {}
         epilog = epilogs.for_activation(activation, "bias" in layer)
         epilog = (keeps_aux and epilogs.RULES[epilog].with_aux) or epilog
         return bind_plan(self.plan, self.spec.replace(epilog=epilog), layer)
-
-    def operands(self, x: jax.Array, operands: Operands) -> Operands:
-        """Returns the operands of the layer's call, by their names there; x is converted to the weight's type."""
-        weight = operands[self.weight]
-        bias = {"bias": operands[self.bias]} if self.bias in operands else {}
-        return {"a": x.astype(weight.dtype), "b": weight, **bias}
 
 
 @dataclasses.dataclass(frozen=True)
