@@ -330,7 +330,7 @@ def _check_operands(a: Any, b: Any, c: Any) -> None:
                 f"{type(x).__name__}; convert it with jaxmp.to_block_cyclic"
             )
         operand_checks.check_array(argument, jax.ShapeDtypeStruct(x.shape, x.dtype))
-        operand_checks.check_place(argument, x.data)
+        operand_checks.check_memory(argument, x.data)
         if (dict(x.mesh.shape), x.axes) != (dict(a.mesh.shape), a.axes):
             raise InvalidValue(
                 f"a is on axes {a.axes} of mesh {dict(a.mesh.shape)} but {argument} on {x.axes} of "

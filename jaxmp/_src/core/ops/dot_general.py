@@ -23,7 +23,7 @@ from jaxmp._src.core.sharding.sharded_call import make_call, of_arrays
 from jaxmp._src.core.spec import low_precision
 from jaxmp._src.core.spec.options import Precision
 from jaxmp._src.core.spec.request import ContractionOptions, Request
-from jaxmp._src.core.validation import result_types
+from jaxmp._src.core.validation import operand_checks, result_types
 from jaxmp._src.core.validation.arguments import converted, types_of, validated
 from jaxmp._src.core.validation.dimension_numbers import GivenNumbers, parse
 from jaxmp._src.core.validation.public import public
@@ -94,6 +94,8 @@ def _planned(request: Request, dimension_numbers: GivenNumbers) -> Callable[...,
     are_rows = numbers.lhs_contract == (lhs.ndim - 1,) and numbers.rhs_contract == (rhs.ndim - 1,)
     conversion, request = converted(request, are_rows=are_rows, is_lax=True)
     arrays, preferred = {"a": request.a, "b": request.b}, cast(Any, request.preferred_element_type)
+    for name, x in arrays.items():
+        operand_checks.check_operand(f"{{{name}}}", x)
     types = result_types.of_call(types_of(*arrays.values()), preferred, False)
     stays = types.is_low_precision or types.is_mixed
     dtypes = tuple((name, x.dtype if stays else types.operand) for name, x in arrays.items())

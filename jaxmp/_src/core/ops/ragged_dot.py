@@ -292,6 +292,8 @@ def spec_and_operands(request: Request) -> tuple[GroupedSpec, dict[str, jax.Arra
     with a wider a stays so. `determinism` has no effect on integers. Raises NotImplementedError for "cublasmp" and for
     types without a product."""
     x, w = jnp.asarray(request.a), jnp.asarray(request.b)
+    for name, operand in (("{a}", x), ("{b}", w)):
+        operand_checks.check_operand(name, operand)
     preferred = operand_checks.check_preferred(request.preferred_element_type)
     types = result_types.of_call(arguments.types_of(x, w), preferred, False)
     if request.precision is not None:

@@ -82,6 +82,8 @@ def validated(
     a, b, c = request.a, request.b, request.c
     operand_checks.check_array("{a}", a, at_least=2)
     operand_checks.check_array("{b}", b, ndim=2)
+    operand_checks.check_operand("{a}", a)
+    operand_checks.check_operand("{b}", b)
     flags, added = operand_checks.check_flags(request), added_arrays(request).values()
     preferred: Any = request.preferred_element_type  # checked by `converted`
     types = result_types.of_call(types_of(a, b, *added), preferred, request.scaling is not None)
@@ -127,7 +129,7 @@ def validated(
     others = {} if c is None else {"c": c.astype(c_dtype)}
     others |= inputs | traced | scales
     for name, x in others.items():
-        operand_checks.check_place("{bias}" if name == "bias" else name.replace("scale_", "scaling."), x)
+        operand_checks.check_operand("{bias}" if name == "bias" else name.replace("scale_", "scaling."), x)
     return spec, operands | others, shape
 
 

@@ -27,7 +27,7 @@ def check_function(name: str, fn: Any) -> None:
 
 def check_array(argument: str, x: Any, ndim: int | None = None, at_least: int | None = None) -> None:
     """Raises an error that is a TypeError and a ValueError unless `x` is an array of numbers or bools. The same unless
-    it has `ndim` dimensions, and `at_least` so many, if given. Raises as `check_place`."""
+    it has `ndim` dimensions, and `at_least` so many, if given. Raises ValueError if it is in host memory."""
     if not is_array(x):
         is_numpy = isinstance(x, np.ndarray | np.generic)
         what, of_dtype = (" of numbers", f" of dtype {x.dtype}") if is_numpy else ("", "")
@@ -44,7 +44,7 @@ def check_array(argument: str, x: Any, ndim: int | None = None, at_least: int | 
         raise InvalidOperands(
             f"{argument} must have {wanted}, got {found} (shape {tuple(x.shape)}){_as_rank(argument, x, ndim)}"
         )
-    check_place(argument, x)
+    check_memory(argument, x)
 
 
 def _as_rank(argument: str, x: Any, ndim: int | None) -> str:
@@ -71,16 +71,19 @@ def _as_array(argument: str, x: Any) -> str:
     return "; convert it with jnp.asarray"
 
 
-def check_place(argument: str, x: Any) -> None:
-    """Raises ValueError for an array in host memory, because a device's library would receive its pointer, and for an
-    unreduced one inside shard_map."""
-    kind: Any = jax.typeof(x) if isinstance(x, jax.Array) else None
-    if kind is not None and kind.memory_space == jax.memory.Space.Host:
+def check_memory(argument: str, x: Any) -> None:
+    """Raises ValueError for an array in host memory: a device's library would receive its pointer."""
+    if isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host:
         raise InvalidValue(
             f"{argument} is in host memory, but products run in device memory; move it "
             "there first, with jax.device_put(x, jax.memory.Space.Device)"
         )
 
+
+def check_operand(argument: str, x: Any) -> None:
+    """Raises ValueError for an array in host memory, or an unreduced one inside shard_map."""
+    check_memory(argument, x)
+    kind: Any = jax.typeof(x) if isinstance(x, jax.Array) else None
     if kind is not None and kind.manual_axis_type.unreduced:
         raise InvalidValue(
             f"{argument} is unreduced: each device holds a term of a sum over "
