@@ -193,21 +193,6 @@ def test_equinox_scalars_and_an_activation_that_learns():
     judge(got, want)
 
 
-def test_equinox_on_an_explicit_mesh():
-    mesh = MESH.jax_mesh(AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        layer = jaxmp.equinox.Linear(IN, OUT, activation="silu", key=jax.random.key(0))
-        placed = equinox.tree_at(
-            lambda layer: (layer.weight, layer.bias),
-            layer,
-            (cases.put(layer.weight, mesh, P("y", None)), cases.put(layer.bias, mesh, P("y"))),
-        )
-        x = jnp.ones((4, IN))
-        y = placed(cases.put(x, mesh, FEATURES), out_sharding=ROWS)
-    assert jax.typeof(y).sharding.spec == ROWS
-    judge(y, layer(x))
-
-
 @pytest.mark.parametrize("library", ["flax", "equinox"])
 def test_a_missing_library_is_named(library, monkeypatch):
     monkeypatch.setitem(sys.modules, library, None)
