@@ -75,10 +75,10 @@ def activated_call(call: Call, f: Function, operands: Operands) -> jax.Array:
     return compiled(jaxmp_activated, f)(call, f, operands)
 
 
-def compiled(run: Any, activation: str | Function | None) -> Any:
-    """Returns the jitted function `run`, or the function that `run` wraps, not jitted, if `activation` is a user's own
-    function. Such a function may close over what is being traced, which no cache of compiled programs may keep."""
-    return run if isinstance(activation, str) or activations.is_named(activation) else run.__wrapped__
+def compiled(run: Any, f: Function | None) -> Any:
+    """Returns the jitted function `run`, or the function that `run` wraps, not jitted, if `f` is a user's own function.
+    Such a function may close over what is being traced, which no cache of compiled programs may keep."""
+    return run if activations.is_named(f) else run.__wrapped__
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
