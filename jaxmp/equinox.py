@@ -148,7 +148,3 @@ class MoE(_equinox.Module):  # type: ignore[misc]
         weights = {"w_gate": self.gate, "w_up": self.up, "w_down": self.down}
         with of_layer("jaxmp.equinox.MoE", a="x"):
             return routing.mixture(self, x, self.router, weights)
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -166,7 +166,3 @@ class DotGeneral(linen.Module):  # type: ignore[misc]
     def __call__(self, *args: Any, **options: Any) -> jax.Array:
         """Computes `jaxmp.dot_general`."""
         return dot_general(*args, **options)
-
-
-def __dir__() -> list[str]:
-    return __all__
