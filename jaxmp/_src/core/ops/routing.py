@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +22,11 @@ from jaxmp._src.platform.runtime.types import Shape
 Scores = Literal["softmax", "sigmoid"]
 
 
-class Routes(NamedTuple):
-    """Each token's experts (indices) and gates, both (tokens, top_k), and the loss that balances experts."""
-
-    experts: jax.Array
-    gates: jax.Array
-    loss: jax.Array
-
-
-def routes_of(logits: jax.Array, top_k: int, scores: Scores, *, normalizes: bool) -> Routes:
-    """Chooses `top_k` experts for each token, in descending order of their scores.
+def routes_of(
+    logits: jax.Array, top_k: int, scores: Scores, *, normalizes: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Chooses `top_k` experts for each token, in descending order of their scores. Returns each token's experts
+    (indices) and gates, both (tokens, top_k), and the loss that balances experts.
 
     Scores are the "softmax" or "sigmoid" of `logits` (tokens, experts).
     Gates are the scores of the chosen experts; `normalizes` divides them by their sum: the softmax of the chosen
@@ -53,7 +48,7 @@ def routes_of(logits: jax.Array, top_k: int, scores: Scores, *, normalizes: bool
     chosen = (experts[..., None] == jnp.arange(count, dtype=experts.dtype)[None, None]).astype(gates.dtype)
     parts = jax.nn.softmax(logs)
     tokens = max(1, logits.shape[0])
-    return Routes(experts, gates, count * (chosen.sum((0, 1)) / (tokens * top_k) * parts.sum(0) / tokens).sum())
+    return experts, gates, count * (chosen.sum((0, 1)) / (tokens * top_k) * parts.sum(0) / tokens).sum()
 
 
 def mixture(layer: Any, x: jax.Array, router: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
