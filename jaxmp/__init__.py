@@ -88,9 +88,4 @@ __all__ = [
     "to_block_cyclic",
 ]
 
-
-def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
-
-
 _config.warn_of_unknown(stacklevel=3)

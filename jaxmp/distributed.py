@@ -28,11 +28,6 @@ from jaxmp._src.platform.runtime.config import add_xla_flag, config, loopback_wi
 
 __all__ = ["DistributedError", "cause", "initialize", "shutdown"]
 
-
-def __dir__() -> list[str]:
-    return list(__all__)
-
-
 # JAX's own watch ends a process without an exception if a peer is gone. Ours raises before it.
 _NO_HEARTBEAT = 10**6  # seconds; of other waits of JAX's too
 # A collective of XLA's that all ranks have come to ends after this many times `timeout`, though all of them answer.

@@ -145,18 +145,6 @@ class MoE(_equinox.Module):  # type: ignore[misc]
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """Returns (y, loss); `key` is ignored, as in Equinox."""
+        weights = {"w_gate": self.gate, "w_up": self.up, "w_down": self.down}
         with of_layer("jaxmp.equinox.MoE", a="x"):
-            return routing.mixture(
-                x,
-                self.router,
-                {"w_gate": self.gate, "w_up": self.up, "w_down": self.down},
-                top_k=self.top_k,
-                scores=self.scores,
-                normalizes=self.normalize,
-                activation=self.activation,
-                determinism=self.determinism,
-            )
-
-
-def __dir__() -> list[str]:
-    return __all__
+            return routing.mixture(self, x, self.router, weights)

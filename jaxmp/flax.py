@@ -148,16 +148,7 @@ class MoE(nnx.Module):  # type: ignore[misc]
         kernels = {f"w_{name}": getattr(self, name)[...] for name in ("gate", "up", "down")}
         inputs, *cast = nnx.nn.dtypes.promote_dtype((inputs, *kernels.values()), dtype=self.dtype)
         with of_layer("jaxmp.flax.MoE", a="inputs"):
-            return routing.mixture(
-                inputs,
-                self.router[...],
-                dict(zip(kernels, cast, strict=True)),
-                top_k=self.top_k,
-                scores=self.scores,
-                normalizes=self.normalize,
-                activation=self.activation,
-                determinism=self.determinism,
-            )
+            return routing.mixture(self, inputs, self.router[...], dict(zip(kernels, cast, strict=True)))
 
 
 class DotGeneral(linen.Module):  # type: ignore[misc]
@@ -175,7 +166,3 @@ class DotGeneral(linen.Module):  # type: ignore[misc]
     def __call__(self, *args: Any, **options: Any) -> jax.Array:
         """Computes `jaxmp.dot_general`."""
         return dot_general(*args, **options)
-
-
-def __dir__() -> list[str]:
-    return __all__

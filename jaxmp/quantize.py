@@ -46,11 +46,6 @@ __all__ = [
     "vec128",
 ]
 
-
-def __dir__() -> list[str]:
-    return list(__all__)
-
-
 _E4M3 = jnp.float8_e4m3fn
 
 

@@ -23,11 +23,6 @@ from jaxmp._src.platform.runtime.bitwise import assert_bitwise_equal as assert_b
 
 __all__ = ["assert_bitwise_equal"]
 
-
-def __dir__() -> list[str]:
-    return list(__all__)
-
-
 DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
 # Results that sum over the rows, so they depend on the number of rows.
 _SUMS_OF_ROWS = ("drelu_bgrad", "dgelu_bgrad")

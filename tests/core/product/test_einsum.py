@@ -9,38 +9,34 @@ import opt_einsum
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from ragged import assert_same
 
 import jaxmp
-
-
-def check(got, want):
-    assert (got.dtype, got.shape) == (want.dtype, want.shape)
-    np.testing.assert_array_equal(got, want)
 
 
 def test_int8_in_each_result_type(rng):
     a, b = (rng.integers(-128, 128, shape).astype(np.int8) for shape in ((4, 6), (6, 8)))  # sums beyond 16 bits
     for dtype in (None, jnp.int8, jnp.int16, jnp.int32, jnp.float32):
         given = {"preferred_element_type": dtype}
-        check(jaxmp.einsum("ij,jk->ki", a, b, **given), jnp.einsum("ij,jk->ki", a, b, **given))
-        check(jaxmp.matmul(a, b[:, 0], **given), jnp.matmul(a, b[:, 0], **given))
+        assert_same(jaxmp.einsum("ij,jk->ki", a, b, **given), jnp.einsum("ij,jk->ki", a, b, **given))
+        assert_same(jaxmp.matmul(a, b[:, 0], **given), jnp.matmul(a, b[:, 0], **given))
 
 
 def test_operands_and_lists_of_indices_in_turn(rng):
     a, b = cases.integers(rng, 2, 4, 6), cases.integers(rng, 6, 8)
     for given in ((a, [..., 1], b, [1, 2]), (a, [0, 3, 1], b, [1, 2], [2, 0, 3]), (a, [2, 1, 0], (0, 1))):
-        check(jaxmp.einsum(*given), jnp.einsum(*given))
+        assert_same(jaxmp.einsum(*given), jnp.einsum(*given))
 
 
 def test_the_order_of_products_may_be_given(rng):
     given = "ij,jk,kl,l->i", *(cases.integers(rng, *shape) for shape in ((2, 4), (4, 6), (6, 8), (8,)))
     want = jnp.einsum(*given)
     for optimize in ("auto", "greedy", "optimal", True, False, [(2, 3), (0, 2), (0, 1)], ((0, 1), (0, 2), (0, 1))):
-        check(jaxmp.einsum(*given, optimize=optimize), want)
+        assert_same(jaxmp.einsum(*given, optimize=optimize), want)
     for optimize in (opt_einsum.DynamicProgramming(), [(-1, 0), (0, 1), (1, 0)]):
-        check(jaxmp.einsum(*given, optimize=optimize), jnp.einsum(*given, optimize=optimize))
+        assert_same(jaxmp.einsum(*given, optimize=optimize), jnp.einsum(*given, optimize=optimize))
     path = jnp.einsum_path(*given)[0]
-    check(jaxmp.einsum(*given, optimize=path), want)
+    assert_same(jaxmp.einsum(*given, optimize=path), want)
     with pytest.raises(ValueError, match=r"optimize must be a strategy of opt_einsum, .*got 'typo'"):
         jaxmp.einsum(*given, optimize="typo")
     with pytest.raises(ValueError, match="optimize must "):
@@ -58,7 +54,7 @@ def test_the_order_of_products_may_be_given(rng):
 
 def test_a_number_is_an_operand(rng, standard_promotion):
     a = cases.integers(rng, 4, 6).astype(jnp.bfloat16)
-    check(jaxmp.einsum("ij,->ji", a, 2.0), jnp.einsum("ij,->ji", a, 2.0))
+    assert_same(jaxmp.einsum("ij,->ji", a, 2.0), jnp.einsum("ij,->ji", a, 2.0))
 
 
 THREE = "ij,jk,kl->il"

@@ -189,7 +189,7 @@ def test_automatic_axes_and_shards_refuse_it_without_a_gather():
     gathers = functools.partial(jaxmp.all_gather_matmul, axis_name="x", comm=BOTH)
     local = functools.partial(jaxmp.matmul, comm=BOTH)
     with jax.set_mesh(mesh):
-        with pytest.raises(ValueError, match="has not chosen one yet; pass in_shardings"):
+        with pytest.raises(ValueError, match="has not chosen a pattern yet; pass in_shardings"):
             jax.jit(local)(x, w)
         for call, specs in ((gathers, (P("x"), P(None, "x"))), (local, (P("x"), P()))):
             with pytest.raises(ValueError, match=r"needs a [bw] of bfloat16, float16, float32 that the ranks gather"):

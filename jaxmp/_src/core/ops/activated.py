@@ -24,7 +24,6 @@ from jaxmp._src.core.spec import activations
 from jaxmp._src.core.spec.activations import Function
 from jaxmp._src.core.spec.matmul_spec import INTEGERS, RESULT_TYPES, MatmulSpec, accumulator
 from jaxmp._src.core.spec.refusal import InvalidValue, NotAvailable
-from jaxmp._src.core.validation import operand_checks
 from jaxmp._src.core.validation.comm_options import fit_comm_options
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime.types import Operands
@@ -35,51 +34,12 @@ Products = Callable[[np.dtype, Operands], Sequence[jax.Array]]
 Preactivations = tuple[list[jax.Array], list[jax.Array]]
 
 
-def as_weak_as(plain: Callable[..., jax.Array], *arrays: Any) -> tuple[Sequence[Any], Callable[[Any], jax.Array]]:
-    """Returns (the arrays to pass to a layer, a function to apply to the layer's result), which give the layer JAX's
-    weak types. The result then has the dtype and the weak type of `plain(*arrays)`, the same layer in jnp, and
-    cotangents have the weak types of its cotangents. An array that is None stays None.
-
-    Returns `arrays` and the identity if no array is weak, if one is neither an array nor None, or if `plain` raises."""
-    given = [x for x in arrays if x is not None]
-    if not all(map(operand_checks.is_array, given)) or not any(jax.typeof(x).weak_type for x in given):
-        return arrays, lambda y: y
-    # Types do not depend on extents, so one element of each array is enough.
-    kinds = [x if x is None else jax.typeof(x).update(shape=(1, 1), sharding=None) for x in arrays]
-
-    def passes(*arrays: Any) -> Any:
-        y, pull = jax.vjp(plain, *arrays)
-        return y, pull(y) if jnp.issubdtype(y.dtype, jnp.inexact) else arrays
-
-    try:
-        y, cotangents = jax.eval_shape(passes, *kinds)
-    except Exception:  # what does not fit is refused later, by name
-        return arrays, lambda y: y
-    pairs = zip(arrays, cotangents, strict=True)
-    arrays = tuple(x if ct is None else _strong(x, ct) for x, ct in pairs)
-    return arrays, functools.partial(jax_compat.convert, dtype=y.dtype, is_weak=y.weak_type)
-
-
-def _strong(x: Any, cotangent: jax.ShapeDtypeStruct) -> Any:
-    """Converts a weak `x` to a strong type, so that its cotangent is weak only if `cotangent` is. Returns `x` itself if
-    it is strong, or if the two dtypes differ."""
-    if not jax.typeof(x).weak_type or cotangent.dtype != x.dtype:  # integers have float0
-        return x
-    if cotangent.weak_type:
-        return jax_compat.convert(x, x.dtype)  # its cotangent is weak if its operand is
-    return lax.mul(x, lax.full_like(x, 1, x.dtype))
-
-
 def of_vector(layer: Callable[..., Any], x: Any, *operands: Any, **options: Any) -> jax.Array:
     """Returns `layer(x[None], *operands, **options)[0]` for a vector `x`. `out_sharding`, `hidden_sharding` and x's
     entry of `in_shardings` in `options` get an entry for the new dimension."""
     names = {"hidden_sharding", "out_sharding", "in_shardings"}.intersection(options)
     rows = layer(x[None], *operands, **options | {name: meshes.of_one_row(options[name]) for name in names})
     return rows[0]
-
-
-def plain_dense(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
-    return jnp.matmul(x, w) if bias is None else jnp.matmul(x, w) + bias
 
 
 def check_spec(spec: MatmulSpec) -> None:
@@ -115,10 +75,10 @@ def activated_call(call: Call, f: Function, operands: Operands) -> jax.Array:
     return compiled(jaxmp_activated, f)(call, f, operands)
 
 
-def compiled(run: Any, activation: str | Function | None) -> Any:
-    """Returns the jitted function `run`, or the function that `run` wraps, not jitted, if `activation` is a user's own
-    function. Such a function may close over what is being traced, which no cache of compiled programs may keep."""
-    return run if isinstance(activation, str) or activations.is_named(activation) else run.__wrapped__
+def compiled(run: Any, f: Function | None) -> Any:
+    """Returns the jitted function `run`, or the function that `run` wraps, not jitted, if `f` is a user's own function.
+    Such a function may close over what is being traced, which no cache of compiled programs may keep."""
+    return run if activations.is_named(f) else run.__wrapped__
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

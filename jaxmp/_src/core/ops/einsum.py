@@ -235,7 +235,7 @@ def _on_diagonals(x: jax.Array, indices: str) -> tuple[jax.Array, str]:
     in `jnp.einsum`. It stays with a sharded dimension of that extent if there is one, so that the sum moves nothing."""
     renamed = list(indices)
     sharding = jax.typeof(x).sharding
-    is_explicit = not sharding.mesh.empty and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+    is_explicit = meshes.has_explicit_axes(sharding.mesh)
     where = {"out_sharding": sharding} if is_explicit else {}
     for index in dict.fromkeys(indices):
         dims = [i for i, other in enumerate(indices) if other == index]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Unpack
 
 import jax
@@ -95,9 +96,6 @@ def gated_mlp(
         return activated.of_vector(layer, x, *weights, hidden_sharding=hidden_sharding, **options)
     found = activations.parse(activation)
     act = activations.FUNCTIONS[found] if isinstance(found, str) else found
-    plain = functools.partial(_plain, activations.of_jax(found))
-    arrays, of_result = activated.as_weak_as(plain, x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = arrays
     shared: list[Any] = [x, w_gate, w_up]
     if all(hasattr(operand, "dtype") for operand in shared):  # anything but an array is refused later, by name
         dtype = jnp.result_type(*shared)
@@ -124,14 +122,9 @@ def gated_mlp(
     h: jax.Array = activated.compiled(jaxmp_gated, act)(_static(layers, operands), act, operands)
     with DOWN.naming():
         if not layers.plans:
-            return of_result(dense(down._replace(a=h, in_shardings=None), None))
+            return dense(down._replace(a=h, in_shardings=None), None)
         shards = layers.operands[1] | {"a": h.astype(layers.operands[1]["a"].dtype)}
-        return of_result(jaxmp_call(layers.calls[1], shards)["d"])
-
-
-def _plain(act: Function | None, x: Any, w_gate: Any, w_up: Any, w_down: Any, *biases: Any) -> jax.Array:
-    gate, up = map(activated.plain_dense, (x, x), (w_gate, w_up), biases[:2])
-    return activated.plain_dense((gate if act is None else act(gate)) * up, w_down, biases[2])
+        return jaxmp_call(layers.calls[1], shards)["d"]
 
 
 def _pair(name: str, operands: dict[str, Any]) -> Operands:
@@ -177,7 +170,12 @@ def _static(layers: Layers, operands: Operands) -> _Hidden:
     # Other patterns do not bring x to a device, or bring a part of its columns.
     brings_x = bool(layers.plans) and (not plan.communicates or plan.gathers or (plan.is_grid and not plan.col_axes))
     shares_x = brings_x and not plan.is_transposed and not any(0 in x.shape for x in operands.values())
-    return _Hidden(call, plan, shares_x and not (isinstance(call, ShardedCall) and call.frame.asked is not None))
+    if isinstance(call, ShardedCall):
+        shares_x = shares_x and call.frame.asked is None
+        # The product with w_up may have a bias even if the gate's has none.
+        entries = dict(call.frame.entries) | {"bias": Entry(meshes.partition_spec((plan.layout.d[-1],)))}
+        call = dataclasses.replace(call, frame=dataclasses.replace(call.frame, entries=tuple(entries.items())))
+    return _Hidden(call, plan, shares_x)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -190,41 +188,31 @@ def _preactivations(hidden: _Hidden, operands: Operands) -> Preactivations:
     """Computes x @ w_gate + b_gate and x @ w_up + b_up, as `activated.preactivations` returns them. If
     `hidden.shares_x`, x is gathered once for both, on shards; else they are two calls."""
     plan, call, spec = hidden.plan, hidden.call, hidden.call.spec
+
+    def multiply(spec: MatmulSpec, layer: Operands) -> Operands:
+        return jaxmp_call(dataclasses.replace(call, spec=spec), layer)
+
     if not hidden.shares_x:
-        return activated.preactivations(functools.partial(_products, call, spec, plan), spec.out_dtype, operands)
+        return activated.preactivations(functools.partial(_products, multiply, spec), spec.out_dtype, operands)
     body = functools.partial(_preactivations_on_shards, spec, plan)
     if not isinstance(call, ShardedCall):
         return body(operands)
-    kinds = {name: {"x": "a", "w": "b", "b": "bias"}[name[0]] for name in operands}
-    entries = _entries(call)
-    frame = dataclasses.replace(call.frame, entries=tuple((name, entries[kind]) for name, kind in kinds.items()))
+    entries, kinds = dict(call.frame.entries), {"x": "a", "w": "b", "b": "bias"}
+    frame = dataclasses.replace(call.frame, entries=tuple((name, entries[kinds[name[0]]]) for name in operands))
     return on_shards(frame, lambda shards: {"d": body(shards)}, operands, spec.source_line)["d"]
 
 
-def _entries(call: ShardedCall) -> dict[str, Entry]:
-    """Returns the shard_map entry of each operand of the call, by name, and of a bias even if the call has none."""
-    return dict(call.frame.entries) | {"bias": Entry(meshes.partition_spec((call.plan.layout.d[-1],)))}
-
-
 def _products(
-    call: Call | None, spec: MatmulSpec, plan: Contraction, dtype: np.dtype, operands: Operands
+    multiply: Callable[[MatmulSpec, Operands], Operands], spec: MatmulSpec, dtype: np.dtype, operands: Operands
 ) -> list[jax.Array]:
-    """Returns [x @ w_gate, x @ w_up] in `dtype` with their biases, each by a copy of `call` with `spec`. If `call` is
-    None, the operands are one device's shards, and `plan` is bound to them."""
+    """Returns [x @ w_gate, x @ w_up] in `dtype` with their biases, each by `multiply(spec, operands of the product)`,
+    which returns results by name."""
     products = []
     for name in _NAMES:
         layer = {"a": operands["x"], "b": operands[f"w_{name}"]}
         layer |= {"bias": operands[f"b_{name}"]} if f"b_{name}" in operands else {}
         each = spec.replace(epilog=epilogs.for_activation(None, "bias" in layer))
-        each, layer = activated.in_type(each, layer, dtype)
-        if call is None:
-            products.append(bind_plan(plan, each, layer)["d"])
-            continue
-        if isinstance(call, ShardedCall):
-            entries = _entries(call)
-            frame = dataclasses.replace(call.frame, entries=tuple((name, entries[name]) for name in layer))
-            call = dataclasses.replace(call, frame=frame)
-        products.append(jaxmp_call(dataclasses.replace(call, spec=each), layer)["d"])
+        products.append(multiply(*activated.in_type(each, layer, dtype))["d"])
     return products
 
 
@@ -242,5 +230,5 @@ def _preactivations_on_shards(spec: MatmulSpec, plan: Contraction, operands: Ope
         # Varying over these axes, so that both cotangents are added before they are summed over devices.
         axes = frozenset().union(*(jax_compat.varying_axes(operands[f"w_{name}"]) for name in _NAMES))
         x = cast_varying(x, axes, source_line=spec.source_line)
-    products = functools.partial(_products, None, inner, inner_plan)
+    products = functools.partial(_products, functools.partial(bind_plan, inner_plan), inner)
     return activated.preactivations(products, spec.out_dtype, operands | {"x": x})

@@ -99,7 +99,7 @@ def matmul(
     True
     """
     if not options and c is None and eager_calls.is_simple(a, b):
-        return _of_two(a, b)
+        return jaxmp_product(a, b)
     request = Request("matmul", a, b, c, **options)
     if isinstance(a, BlockCyclicArray) or isinstance(b, BlockCyclicArray):
         return block_cyclic.matmul(request)
@@ -113,7 +113,7 @@ def matmul(
 
 
 @functools.partial(jax.jit, inline=True)
-def _of_two(a: jax.Array, b: jax.Array) -> Any:
+def jaxmp_product(a: jax.Array, b: jax.Array) -> Any:
     """Calls `matmul` under jit, because JAX's dispatch finds an eager call in less time than `eager_calls.look_up`."""
     return matmul(a, b)
 

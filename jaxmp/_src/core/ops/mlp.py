@@ -24,7 +24,7 @@ from jaxmp._src.core.primitive.collectives import cast_reduced, cast_varying
 from jaxmp._src.core.primitive.primitives import activated_matmul, completes_sums, fold_rows
 from jaxmp._src.core.sharding import sharded_call
 from jaxmp._src.core.sharding.layer_plans import Label, Layers, plan_layers
-from jaxmp._src.core.sharding.on_shards import Entry, on_shards
+from jaxmp._src.core.sharding.on_shards import Frame, on_shards
 from jaxmp._src.core.sharding.shard_local import bind_plan
 from jaxmp._src.core.sharding.sharded_call import ShardedCall
 from jaxmp._src.core.spec import activations, epilogs
@@ -94,12 +94,6 @@ def mlp(
     if found is None:
         raise InvalidValue("activation must be a name or a function, got None; call jaxmp.linear twice")
     fused = found if isinstance(found, str) else None
-    act = activations.of_jax(found)
-
-    def plain(x: Any, w_in: Any, b_in: Any, w_out: Any, b_out: Any) -> jax.Array:
-        return activated.plain_dense(act(activated.plain_dense(x, w_in, b_in)), w_out, b_out)
-
-    (x, w_in, b_in, w_out, b_out), of_result = activated.as_weak_as(plain, x, w_in, b_in, w_out, b_out)
     first = FIRST.request(x, w_in, b_in, fused, **options)._replace(out_sharding=hidden_sharding)
     second = SECOND.request(None, w_out, b_out, **options)
     layers = plan_layers((FIRST, SECOND), first, second, axis_name)
@@ -107,11 +101,12 @@ def mlp(
         with FIRST.naming():
             activated.check_spec(layers.calls[0].spec)
     if layers.plans:
-        return of_result(_planned(layers, found))
+        return _planned(layers, found)
     with FIRST.naming():  # if XLA's partitioner decides, the two layers are separate calls
         h = dense(first._replace(in_shardings=None), activation)
+        h = jax_compat.convert(h, h.dtype)  # strongly typed, as in a plan
     with SECOND.naming():
-        return of_result(dense(second._replace(a=h, in_shardings=None), None))
+        return dense(second._replace(a=h, in_shardings=None), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,28 +123,21 @@ class _Layer:
     ) -> Operands:
         """Returns the results of the layer on shards by name: "d", with the `activation` applied. With `keeps_aux` and
         an activation returns second its mask "relu_aux" or z "gelu_aux". `operands`: both layers' operands."""
-        layer = self.operands(x, operands)
+        layer = {"a": x, "b": operands[self.weight]}
+        layer |= {"bias": operands[self.bias]} if self.bias in operands else {}
         epilog = epilogs.for_activation(activation, "bias" in layer)
         epilog = (keeps_aux and epilogs.RULES[epilog].with_aux) or epilog
         return bind_plan(self.plan, self.spec.replace(epilog=epilog), layer)
 
-    def operands(self, x: jax.Array, operands: Operands) -> Operands:
-        """Returns the operands of the layer's call, by their names there; x is converted to the weight's type."""
-        weight = operands[self.weight]
-        bias = {"bias": operands[self.bias]} if self.bias in operands else {}
-        return {"a": x.astype(weight.dtype), "b": weight, **bias}
-
 
 @dataclasses.dataclass(frozen=True)
 class _Mlp:
-    """Both layers, hashable. `activation`: "relu", "gelu" or a function. `is_fused`: they are differentiated as a
-    whole, not layer by layer in two `calls`."""
+    """Both layers, hashable. `activation`: "relu" or "gelu". `frame`: the frame of global arrays."""
 
     first: _Layer
     second: _Layer
-    activation: Any
-    is_fused: bool
-    calls: tuple[sharded_call.Call, ...]
+    activation: str
+    frame: Frame | None
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -208,51 +196,50 @@ def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array
 # Where it runs ---------------------------------------------------------------------------------------------------
 
 
+# The operands of both layers, by their names in each call; the second call's a is the hidden layer.
+_NAMES = {"a": "x", "b": "w_in", "bias": "b_in"}, {"b": "w_out", "bias": "b_out"}
+
+
 def _planned(layers: Layers, activation: str | Function) -> jax.Array:
-    """Computes y by `jaxmp_mlp` in the patterns of `layers.plans`. Both layers are differentiated as a whole
-    (`is_fused`) only if all of this holds: the activation is "relu" or "gelu", the level is not "topology", h and both
-    results have one type, kernels may sum bias gradients over ranks (`completes_sums`), and no extent is 0. For global
-    arrays the second layer must also take h as the first shards it, without a gather, not transposed and without
-    `col_axes`."""
-    (ins, outs), plans, calls = layers.operands, layers.plans, layers.calls
-    spec, next_spec = specs = [call.spec for call in calls]
-    h = outs["a"]
+    """Computes y in the patterns of `layers.plans`, by two calls or by `jaxmp_mlp`. `jaxmp_mlp` differentiates both
+    layers as a whole. It needs a "relu" or "gelu", another level than "topology", one type of h and both results,
+    kernels that may sum bias gradients over ranks (`completes_sums`), and no extent of 0. For global arrays the second
+    layer must also take h as the first shards it, without a gather, not transposed and without `col_axes`."""
+    (ins, outs), plans, (first, second) = layers.operands, layers.plans, layers.calls
+    h, spec, next_spec = outs["a"], first.spec, second.spec
     shapes = *ins["a"].shape, *ins["b"].shape, *outs["b"].shape
-    is_fused = h.dtype == spec.out_dtype == next_spec.out_dtype and 0 not in shapes and isinstance(activation, str)
+    is_fused = h.dtype == spec.out_dtype == next_spec.out_dtype and 0 not in shapes
     # Calls sum the gradient of a hidden bias over data-parallel ranks.
-    is_fused = is_fused and not spec.global_order and all(map(completes_sums, specs))
-    first, second = calls
+    is_fused = is_fused and not spec.global_order and completes_sums(spec) and completes_sums(next_spec)
+    frame = None
     if isinstance(first, ShardedCall) and isinstance(second, ShardedCall):
         is_fused = is_fused and first.frame.asked is None and not plans[1].is_transposed
         is_fused = is_fused and plans[1].layout.a == plans[0].layout.d
         is_fused = is_fused and not dict(second.frame.entries)["a"].gathers
         # Each device has its rows of the hidden layer.
         is_fused = is_fused and not plans[1].gathers and not plans[1].col_axes
-    both = _Layer(spec, plans[0], "w_in", "b_in"), _Layer(next_spec, plans[1], "w_out", "b_out")
-    arrays = {"x": ins["a"], "w_in": ins["b"], "b_in": ins.get("bias"), "w_out": outs["b"], "b_out": outs.get("bias")}
-    arrays = {name: array for name, array in arrays.items() if array is not None}
-    run = activated.compiled(jaxmp_mlp, activation)
-    return run(_Mlp(*both, activation, is_fused, calls), arrays)
+        given = [dict(each.frame.entries) for each in (first, second)]
+        frame = dataclasses.replace(second.frame, entries=tuple(_named(*given).items()))
+    if isinstance(activation, str) and is_fused:
+        both = _Layer(spec, plans[0], "w_in", "b_in"), _Layer(next_spec, plans[1], "w_out", "b_out")
+        return jaxmp_mlp(_Mlp(*both, activation, frame), _named(ins, outs))
+    if isinstance(activation, str):
+        y = sharded_call.jaxmp_call(first, ins)["d"]
+    else:
+        y = activated.activated_call(first, activation, ins)
+    return sharded_call.jaxmp_call(second, outs | {"a": y.astype(h.dtype)})["d"]
+
+
+def _named(*of_calls: dict[str, Any]) -> dict[str, Any]:
+    """Returns what each call has for its operands, by their names among the operands of both layers."""
+    pairs = zip(_NAMES, of_calls, strict=True)
+    return {names[name]: x for names, each in pairs for name, x in each.items() if name in names}
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def jaxmp_mlp(mlp: _Mlp, operands: Operands) -> jax.Array:
-    """Computes y: if `mlp.is_fused`, in one body that is differentiated as a whole, else by a call for each layer."""
-    first, second = mlp.calls
-    if not mlp.is_fused:
-        layer = mlp.first.operands(operands["x"], operands)
-        if isinstance(mlp.activation, str):
-            h = sharded_call.jaxmp_call(first, layer)["d"]
-        else:
-            h = activated.activated_call(first, mlp.activation, layer)
-        return sharded_call.jaxmp_call(second, mlp.second.operands(h, operands))["d"]
+    """Computes y from x, w_in, b_in, w_out and b_out, by name, in one body that is differentiated as a whole."""
     body = functools.partial(_layers, mlp)
-    if not (isinstance(first, ShardedCall) and isinstance(second, ShardedCall)):
+    if mlp.frame is None:
         return body(cast_reduced(operands))
-    entries: dict[str, Entry] = {}
-    for call, layer_of, x in ((first, mlp.first, "x"), (second, mlp.second, "hidden")):
-        names = {"a": x, "b": layer_of.weight, "bias": layer_of.bias}
-        entries |= {names[name]: entry for name, entry in call.frame.entries}
-    del entries["hidden"]
-    frame = dataclasses.replace(second.frame, entries=tuple(entries.items()))
-    return on_shards(frame, lambda shards: {"d": body(shards)}, operands, first.spec.source_line)["d"]
+    return on_shards(mlp.frame, lambda shards: {"d": body(shards)}, operands, mlp.first.spec.source_line)["d"]

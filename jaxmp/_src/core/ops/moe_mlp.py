@@ -176,8 +176,6 @@ def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -
             each = request._replace(b=operands[name], in_shardings=None if ins is None else (ins[0], ins[i]))
             places.append(meshes.place(each, (x.shape[0], w_down.shape[2])))
     first, second = places
-    if first.mode == meshes.Mode.MANUAL:
-        ragged.check_order(spec, tuple(axis for axis, size in first.axes if size > 1))
     if first.mode != meshes.Mode.SHARDED:
         call = RaggedCall(ragged_dot.of_global(spec, first))
         return (call, call), second

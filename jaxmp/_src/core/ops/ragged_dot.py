@@ -185,8 +185,6 @@ def product(
     (m, _), (*_, n) = shapes = operands["a"].shape, operands["b"].shape
     placement = meshes.place(request._replace(a=operands["a"], b=operands["b"]), (m, n))
     call = ragged.RaggedCall(of_global(spec, placement))
-    if placement.mode == meshes.Mode.MANUAL:
-        ragged.check_order(spec, tuple(axis for axis, size in placement.axes if size > 1))
     if placement.mode == meshes.Mode.SHARDED:
         given = shardings.with_dims(ragged.PRODUCT, placement.dims, (*shapes, (m, n)), placement.mesh.shape)
         given = dataclasses.replace(given, unreduced=placement.unreduced)
@@ -219,7 +217,10 @@ def jaxmp_ragged_dot(call: ragged.RaggedCall, f: Function | None, operands: Oper
 
 
 def of_global(spec: GroupedSpec, placement: meshes.Placement) -> GroupedSpec:
-    """Returns the spec, with `is_global` set if XLA's partitioner chooses the shardings."""
+    """Returns the spec, with `is_global` set if XLA's partitioner chooses the shardings. Raises NotImplementedError at
+    "topology" inside a `shard_map` over axes of several devices, where XLA sums gradients."""
+    if placement.mode == meshes.Mode.MANUAL:
+        ragged.check_order(spec, tuple(axis for axis, size in placement.axes if size > 1))
     return dataclasses.replace(spec, is_global=placement.mode in (meshes.Mode.AUTO, meshes.Mode.XLA))
 
 

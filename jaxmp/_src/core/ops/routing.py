@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,6 @@ from jax.sharding import PartitionSpec as P
 from jaxmp._src.core.ops.matmul import matmul
 from jaxmp._src.core.ops.moe_mlp import layers
 from jaxmp._src.core.sharding import meshes
-from jaxmp._src.core.spec.levels import Determinism
-from jaxmp._src.core.spec.options import Activation
 from jaxmp._src.core.spec.refusal import InvalidValue
 from jaxmp._src.core.spec.request import ExpertOptions
 from jaxmp._src.core.validation import operand_checks
@@ -24,16 +22,11 @@ from jaxmp._src.platform.runtime.types import Shape
 Scores = Literal["softmax", "sigmoid"]
 
 
-class Routes(NamedTuple):
-    """Each token's experts (indices) and gates, both (tokens, top_k), and the loss that balances experts."""
-
-    experts: jax.Array
-    gates: jax.Array
-    loss: jax.Array
-
-
-def routes_of(logits: jax.Array, top_k: int, scores: Scores, *, normalizes: bool) -> Routes:
-    """Chooses `top_k` experts for each token, in descending order of their scores.
+def routes_of(
+    logits: jax.Array, top_k: int, scores: Scores, *, normalizes: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Chooses `top_k` experts for each token, in descending order of their scores. Returns each token's experts
+    (indices) and gates, both (tokens, top_k), and the loss that balances experts.
 
     Scores are the "softmax" or "sigmoid" of `logits` (tokens, experts).
     Gates are the scores of the chosen experts; `normalizes` divides them by their sum: the softmax of the chosen
@@ -55,23 +48,16 @@ def routes_of(logits: jax.Array, top_k: int, scores: Scores, *, normalizes: bool
     chosen = (experts[..., None] == jnp.arange(count, dtype=experts.dtype)[None, None]).astype(gates.dtype)
     parts = jax.nn.softmax(logs)
     tokens = max(1, logits.shape[0])
-    return Routes(experts, gates, count * (chosen.sum((0, 1)) / (tokens * top_k) * parts.sum(0) / tokens).sum())
+    return experts, gates, count * (chosen.sum((0, 1)) / (tokens * top_k) * parts.sum(0) / tokens).sum()
 
 
-def mixture(
-    x: jax.Array,
-    router: jax.Array,
-    weights: dict[str, jax.Array],
-    *,
-    top_k: int,
-    scores: Scores,
-    normalizes: bool,
-    activation: Activation | None,
-    determinism: Determinism,
-) -> tuple[jax.Array, jax.Array]:
+def mixture(layer: Any, x: jax.Array, router: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Sends each token of x (..., features) through `top_k` experts; returns (y (..., columns of w_down), the loss of
     `routes_of`). Logits are x times `router` (features, experts) in float32, by jnp for "run_to_run", else by
-    `jaxmp.matmul`. Raises ValueError if the router's features are not x's. `weights`: as in `layers`."""
+    `jaxmp.matmul`. Raises ValueError if the router's features are not x's.
+
+    `layer` is the user's layer, with attributes `top_k`, `scores`, `normalize`, `activation` and `determinism`.
+    `weights`: as in `layers`."""
     operand_checks.check_array("{a}", x)
     if x.shape[-1:] != router.shape[:1]:
         raise InvalidValue(f"{{a}} must have shape (..., {router.shape[0]}), got {x.shape}")
@@ -79,13 +65,14 @@ def mixture(
     here = jax.typeof(x).sharding
     rows = P(sum(lead, ()), features)
     tokens = _reshaped(x, (-1, x.shape[-1]), here.spec, rows) if any(lead[1:]) else x.reshape(-1, x.shape[-1])
-    options: ExpertOptions = {"determinism": determinism}
+    options: ExpertOptions = {"determinism": layer.determinism}
     if meshes.has_explicit_axes(here.mesh):
         options["out_sharding"] = rows
-    product = jnp.matmul if determinism == "run_to_run" else functools.partial(matmul, determinism=determinism)
+    of_levels = functools.partial(matmul, determinism=layer.determinism)
+    product = jnp.matmul if layer.determinism == "run_to_run" else of_levels
     logits = product(tokens.astype(jnp.float32), router.astype(jnp.float32))
-    experts, gates, loss = routes_of(logits, top_k, scores, normalizes=normalizes)
-    y = layers(tokens, weights, {"experts": experts, "gates": gates}, {}, activation, **options)
+    experts, gates, loss = routes_of(logits, layer.top_k, layer.scores, normalizes=layer.normalize)
+    y = layers(tokens, weights, {"experts": experts, "gates": gates}, {}, layer.activation, **options)
     if any(lead[1:]):
         return _reshaped(y, (*here.shard_shape(x.shape)[:-1], -1), rows, here.spec), loss
     return y.reshape(*x.shape[:-1], y.shape[-1]), loss

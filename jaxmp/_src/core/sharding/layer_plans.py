@@ -60,11 +60,9 @@ class Layers:
 def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, axis_name: AxisName | None) -> Layers:
     """Plans both products. `first` has the `in_shardings` of x and both weights, and the hidden layer's sharding as its
     `out_sharding`; `second` has no a yet. `axis_name`: a manual axis that gathers x and scatters y, or None. Raises
-    ValueError for a vector x and for `in_shardings` other than a triple, and NotImplementedError for float8 and float4
-    operands, if both x and the first weight are int8, and for an unreduced hidden layer."""
+    ValueError for `in_shardings` other than a triple, and NotImplementedError for float8 and float4 operands, if both x
+    and the first weight are int8, and for an unreduced hidden layer. Raises as `validated` for other arguments."""
     (one, other), x, w_out, ins = labels, first.a, second.b, first.in_shardings
-    if getattr(x, "ndim", 0) == 1:
-        raise InvalidValue(f"x must have at least 2 dimensions, got 1 (shape {tuple(x.shape)}); pass x[None]")
     shardings.check_each(ins, 3, f"each of x, {one.b} and {other.b}")
     arrays = {"x": x, one.b: first.b, other.b: w_out}
     low = {name: y.dtype for name, y in arrays.items() if has_numbers(y) and low_precision.is_low_precision(y.dtype)}

@@ -312,12 +312,6 @@ def has_explicit_axes(mesh: options.Mesh) -> bool:
     return not mesh.empty and any(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 
-def is_known(placement: Placement, *operands: jax.Array) -> bool:
-    """True if a call under the partitioner knows a mesh: from its context, an operand's type or its constraint."""
-    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in operands)]
-    return placement.constraint is not None or not all(mesh.empty for mesh in meshes)
-
-
 def type_dims(argument: str, x: jax.Array) -> Dims:
     """Returns the sharding in the type of an array, as one tuple of axis names per dimension."""
     return shardings.as_dims(argument, type_spec(x), x.ndim)

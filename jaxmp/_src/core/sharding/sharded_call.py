@@ -199,9 +199,8 @@ def make_call(
     if placement.mode == meshes.Mode.MANUAL:
         spec = check_all_reduce(spec)
     if _has_columns(spec):
-        is_settled, columns = placement.mode != meshes.Mode.AUTO, placement.shape[-1]
-        has_mesh = is_settled or meshes.is_known(placement, operands["a"], operands["b"])
-        check_comm_options(spec, columns, is_settled, has_mesh)
+        columns = placement.shape[-1]
+        check_comm_options(spec, columns, is_settled=placement.mode != meshes.Mode.AUTO)
         check_relu_aux(operands, columns, columns)
     if placement.mode == meshes.Mode.AUTO:
         return PartitionedCall(spec, numbers, placement.constraint)

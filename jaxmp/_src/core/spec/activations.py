@@ -110,11 +110,6 @@ def parse(activation: Any) -> str | Function | None:
     return next((name for name, f in FUSED.items() if f is activation), activation)
 
 
-def of_jax(found: str | Function | None) -> Any:
-    """Returns `jax.nn.relu` or `jax.nn.gelu` for "relu" or "gelu"; any other result of `parse` unchanged."""
-    return FUSED[found] if isinstance(found, str) else found
-
-
 def is_named(f: Function | None) -> bool:
     """True if `f` is None or a value of `FUNCTIONS`: a user's function may close over arrays, but these do not."""
     return f is None or any(f is named for named in FUNCTIONS.values())

@@ -117,8 +117,7 @@ def validated(
     if request.epilog is not Epilog.NONE or request.epilog_inputs is not None:
         of_epilog, inputs = epilog_checks.check_epilog(request, spec, shape, bias_dtype)
         changes |= of_epilog
-    changes = {name: x for name, x in changes.items() if x != getattr(spec, name)}
-    spec = spec.replace(**changes) if changes else spec
+    spec = spec.replace(**changes)
     if traced:
         _check_traced(spec, a.dtype, is_low_precision)
     if is_low_precision:

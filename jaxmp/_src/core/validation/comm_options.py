@@ -82,23 +82,20 @@ def resolve_comm_options(result: DTypeLike, operand: DTypeLike, comm: CommOption
     )
 
 
-def check_comm_options(spec: MatmulSpec, columns: int, is_settled: bool = True, has_mesh: bool = True) -> None:
+def check_comm_options(spec: MatmulSpec, columns: int, is_settled: bool = True) -> None:
     """Raises ValueError for an option that the call's pattern does not take. `columns`: of d on a device, which the
     algorithm "fused" restricts.
 
     Always refuses `weights` and `gradients`, which a call that takes them has removed. Does not check the algorithm of
     a known pattern where cuBLASMp may run on GPUs, because the library does. `is_settled`: the pattern is known; if
-    not, refuses all that not every pattern takes. `has_mesh`: a mesh is known; if not, messages say so."""
+    not, refuses all that not every pattern takes."""
     comm, pattern = spec.comm, spec.contraction.pattern
     if comm == CommOptions():
         return
     this, remedy = f"this call is {pattern.value}", "drop it"
     if not is_settled:
-        this = "XLA's partitioner has not chosen one yet"
-        remedy = "pass in_shardings and out_sharding, or use explicit axes"
-    if not has_mesh:
-        this = "no mesh is known to this call, so it is local"
-        remedy = "drop it, or give the call a mesh (jax.set_mesh, or mesh=) and pass in_shardings and out_sharding"
+        this = "XLA's partitioner has not chosen a pattern yet"
+        remedy = "pass in_shardings, out_sharding and a mesh, or use explicit axes"
     if any(comm.narrow):  # a call that gathers such a b has taken these options
         raise InvalidValue(
             f"comm.{'weights' if comm.weights else 'gradients'} needs a {{b}} of {', '.join(WIDE)} that the ranks "

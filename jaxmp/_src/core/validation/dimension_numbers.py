@@ -7,7 +7,9 @@ import operator
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
+from jax import lax
 
 from jaxmp._src.core.contraction.contraction import LETTERS, Contraction, in_no_layout
 from jaxmp._src.core.spec.refusal import InvalidOperands
@@ -74,38 +76,22 @@ def parse(dimension_numbers: Any, lhs: ArrayType, rhs: ArrayType) -> DimensionNu
             f"got {dimension_numbers!r}"
         ) from None
     lhs_contract, rhs_contract, lhs_batch, rhs_batch = (
-        _within(argument, part, x)
-        for argument, part, x in zip(("{a}", "{b}") * 2, parts, (lhs, rhs, lhs, rhs), strict=True)
+        tuple(i + ndim if -ndim <= i < 0 else i for i in part)
+        for part, ndim in zip(parts, (len(lhs.shape), len(rhs.shape)) * 2, strict=True)
     )
-    for kind, left, right in (("contracting", lhs_contract, rhs_contract), ("batch", lhs_batch, rhs_batch)):
-        if len(left) != len(right):
-            raise InvalidOperands(
-                f"dimension_numbers name {len(left)} {kind} dimensions of {{a}}, {left}, but {len(right)} of {{b}}, "
-                f"{right}"
-            )
-        for i, j in zip(left, right, strict=True):
-            if lhs.shape[i] != rhs.shape[j]:
-                raise InvalidOperands(
-                    f"{kind} dimension {i} of {{a}} has extent {lhs.shape[i]} but dimension {j} of {{b}} "
-                    f"{rhs.shape[j]} (shapes {tuple(lhs.shape)}, {tuple(rhs.shape)})"
-                )
-    for argument, left, right in (("{a}", lhs_contract, lhs_batch), ("{b}", rhs_contract, rhs_batch)):
-        if len({*left, *right}) != len(left) + len(right):
-            raise InvalidOperands(f"dimension_numbers use a dimension of {argument} twice, {left} and {right}")
+    numbers = (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)
+    params = {"precision": None, "preferred_element_type": None, "out_sharding": None}
+    shapes = (jax.core.ShapedArray(x.shape, np.dtype(np.float32)) for x in (lhs, rhs))
+    try:
+        lax.dot_general_p.abstract_eval(*shapes, dimension_numbers=numbers, **params)
+    except (TypeError, ValueError) as error:
+        raise InvalidOperands(
+            f"dimension_numbers do not fit {{a}} of shape {tuple(lhs.shape)} and {{b}} of shape {tuple(rhs.shape)}: "
+            f"{error}"
+        ) from None
     # The order of the pairs is free. This order leaves lhs, which is larger in most layers, as it is.
     pairs = sorted(zip(lhs_contract, rhs_contract, strict=True))
     lhs_contract, rhs_contract = tuple(i for i, _ in pairs), tuple(j for _, j in pairs)
     lhs_free = tuple(i for i in range(len(lhs.shape)) if i not in lhs_contract + lhs_batch)
     rhs_free = tuple(j for j in range(len(rhs.shape)) if j not in rhs_contract + rhs_batch)
     return DimensionNumbers(lhs_contract, rhs_contract, lhs_batch, rhs_batch, lhs_free, rhs_free)
-
-
-def _within(argument: str, dimensions: Sequence[int], x: ArrayType) -> tuple[int, ...]:
-    """Returns `dimensions` of x, negative ones counted from the end. Raises as `parse` if x does not have them."""
-    ndim = len(x.shape)
-    for i in dimensions:
-        if not -ndim <= i < ndim:
-            raise InvalidOperands(
-                f"dimension_numbers name dimension {i} of {argument}, which has {ndim} (shape {tuple(x.shape)})"
-            )
-    return tuple(i % ndim for i in dimensions)

@@ -10,8 +10,6 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, cast
 
-import jax
-
 from jaxmp._src.core.spec.refusal import Refusal
 from jaxmp._src.core.spec.request import Request
 from jaxmp._src.platform.jax_internals import jax_compat
@@ -34,9 +32,8 @@ def public(fn: F) -> F:
     """Returns `fn` as users call it. Its first two parameters are the operands a and b in messages.
 
     Arguments with `__jax_array__` become arrays. TypeErrors of unknown or too many arguments have a remedy. Refusals
-    get the names of function and operands, and JAX's error about incompatible devices the operands and devices.
-    Tracebacks hide jaxmp's frames. `**options: Unpack[...]` is replaced in the signature by keywords of `Request`, one
-    by one."""
+    get the names of function and operands. Tracebacks hide jaxmp's frames. `**options: Unpack[...]` is replaced in the
+    signature by keywords of `Request`, one by one."""
     signature = _signature(fn)
     parameters = signature.parameters
     operands = dict(zip("ab", parameters, strict=False))
@@ -61,13 +58,6 @@ def public(fn: F) -> F:
         except Refusal as refusal:
             refusal.of(fn.__name__, operands)
             raise
-        except ValueError as error:
-            if "incompatible devices" not in str(error):
-                raise
-            raise ValueError(
-                f"{fn.__name__}: operands on incompatible devices, {_places(signature, args, kwargs)} (device ids); "
-                "move them to the same ones with jax.device_put"
-            ) from error
 
     boundary: Any = jax_compat.hides_frames(jax_compat.under_known_flags(called))
     if options := _options(fn):
@@ -108,18 +98,6 @@ def _options(fn: Callable[..., Any]) -> Any:
     """Returns the TypedDict in the annotation `**options: Unpack[...]` of `fn`, or None if it has no such parameter."""
     text = fn.__annotations__.get("options", "")
     return fn.__globals__[text[len("Unpack[") : -1]] if text.startswith("Unpack[") else None
-
-
-def _places(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Names one operand for each set of devices: "a on 0 and b on 1". Only arrays that are committed to devices count.
-    JAX's own message would name the operands of a function inside jaxmp."""
-    places: dict[str, str] = {}
-    for argument, value in signature.bind(*args, **kwargs).arguments.items():
-        for path, x in jax.tree_util.tree_leaves_with_path(value):
-            if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
-                ids = ", ".join(str(i) for i in sorted(device.id for device in x.devices()))
-                places.setdefault(ids, f"{argument}{jax.tree_util.keystr(path)} on {ids}")
-    return " and ".join(places.values())
 
 
 def _too_many(function: str, parameters: list[str], most: int) -> str:
