@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import string
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +15,10 @@ from jaxmp._src.core.validation.operand_checks import check_function
 from jaxmp._src.core.validation.public import public
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime import native
-from jaxmp._src.tools.profile import timeline, trace
+from jaxmp._src.tools.profile import trace
 from jaxmp._src.tools.profile.trace import OTHERS, Event
+
+_COLUMNS = 72  # of the timeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +40,7 @@ class CallTimes:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Profile:
-    """A profile of the devices while a program ran: `str` gives a table and a timeline, notebooks show a picture.
+    """A profile of the devices while a program ran: `str` gives a table and a timeline.
 
     A device that waits for its peers within a call is busy with the call. So where devices share few cores, the times
     of calls include waiting.
@@ -45,7 +49,6 @@ class Profile:
       events: every operation of every device.
       seconds: from the first event to the end of the last.
       calls: the seconds of each kind of call, the longest first, and the seconds of everything else at the end.
-      svg: the timeline as the text of an SVG file.
       imbalance: how unevenly rows are divided among groups (`ragged_dot`): the rows of the largest group over the mean
         of all groups. None without such products on CPU devices.
     """
@@ -69,10 +72,6 @@ class Profile:
             rows.append(CallTimes(name, len(events), seconds, seconds / total if total else 0.0))
         return tuple(sorted(rows, key=lambda row: (row.name == OTHERS, -row.seconds)))
 
-    @property
-    def svg(self) -> str:
-        return timeline.svg_of(self.events, self.seconds)
-
     def __str__(self) -> str:
         if not self.events:
             return "the profiler saw no operation"
@@ -80,14 +79,28 @@ class Profile:
         lines += [f"  {row.runs:5} {row.seconds * 1e6:9.0f}  {row.share:5.0%}  {row.name}" for row in self.calls]
         if self.imbalance is not None:
             lines.append(f"the largest group of rows has {self.imbalance:.1f} times the rows of an average group")
-        return "\n".join([*lines, "", *timeline.text_of(self.events, self.seconds)])
+        return "\n".join([*lines, "", *self._timeline()])
 
     def __repr__(self) -> str:
         calls = sum(row.runs for row in self.calls if row.name != OTHERS)
         return f"Profile({calls} calls in {self.seconds * 1e6:.0f} us)"
 
-    def _repr_svg_(self) -> str:
-        return self.svg
+    def _timeline(self) -> list[str]:
+        """Returns a row for each device, and a legend. A letter is a kind of call, "*" any kind after the 26th, "."
+        another operation, and a blank nothing. If several share a column, a call is shown before other operations, and
+        then the longest."""
+        names = dict.fromkeys(event.name for event in self.events if event.is_call)
+        marks = dict(zip(names, itertools.chain(string.ascii_uppercase, itertools.repeat("*")), strict=False))
+        rows: dict[int, list[tuple[bool, float, str]]] = {}
+        total = self.seconds or 1.0
+        for event in self.events:
+            row = rows.setdefault(event.device, [(False, 0.0, " ")] * _COLUMNS)
+            ends = event.start, event.start + event.seconds
+            first, last = (min(int(_COLUMNS * time / total), _COLUMNS - 1) for time in ends)
+            for i in range(first, last + 1):
+                row[i] = max(row[i], (event.is_call, event.seconds, marks.get(event.name, ".")))
+        lines = [f"device {device:<3} |{''.join(mark for *_, mark in rows[device])}|" for device in sorted(rows)]
+        return [*lines, *(f"  {mark}  {name}" for name, mark in marks.items()), "  .  other operations"]
 
 
 @public
@@ -102,7 +115,7 @@ def profile(fn: Callable[..., Any], *, quiet: bool = False) -> Callable[..., Pro
       quiet: whether to return without printing.
 
     Returns:
-      A function of the same arguments that returns a `Profile`: `.calls`, `.events`, `.seconds` and `.svg`.
+      A function of the same arguments that returns a `Profile`: `.calls`, `.events` and `.seconds`.
 
     Raises: TypeError where `fn` is no function; RuntimeError where the profiler writes nothing, or another profile is
     being taken; and what `fn` raises.
