@@ -110,3 +110,11 @@ def sentence(row: Row) -> str:
     if not parts:
         return "each device multiplies what it holds; nothing moves"
     return f"while it multiplies, device 0 receives the blocks of {' and '.join(parts)} in brackets"
+
+
+def title(row: Row) -> str:
+    """Returns one line: the program's line, the pattern, mesh axes with sizes, extents, types and the count."""
+    axes = " ".join(f"{name}={size}" for name, size in row.mesh)
+    extents = "x".join(map(str, row.extents))
+    count = f", {row.count} times" if row.count > 1 else ""
+    return f"{row.line}  {row.pattern} on {axes or 'one device'}: {extents}, {row.dtypes}{count}"

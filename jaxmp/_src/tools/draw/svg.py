@@ -6,8 +6,7 @@ import html
 import itertools
 from collections.abc import Sequence
 
-from jaxmp._src.tools.draw.blocks import Matrix, label, matrices, sentence, shown
-from jaxmp._src.tools.draw.text import title
+from jaxmp._src.tools.draw.blocks import Matrix, label, matrices, sentence, shown, title
 from jaxmp._src.tools.explain.row import Row
 
 _MOST = 8  # blocks that are drawn along a dimension
