@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 
 import jax
 
@@ -14,7 +13,6 @@ from jaxmp._src.tools.advise.program import Plan, ProgramAdvice
 from jaxmp._src.tools.cli.explain import mesh_of, program
 from jaxmp._src.tools.cli.output import CommandError, dtype_of, print_json
 
-_CHOICE = ("pattern", "splits", "mesh", "a", "b", "d", "seconds", "memory", "bytes_moved", "fits", "is_efficient")
 _PLAN = ("name", "mesh", "arguments", "seconds", "exposed_seconds", "bytes_moved", "memory", "fits")
 
 
@@ -68,6 +66,6 @@ def _of_program(options: argparse.Namespace, devices: int | None) -> ProgramAdvi
 
 def _fields(choice: Choice | Plan) -> dict[str, object]:
     if isinstance(choice, Choice):
-        return {name: getattr(choice, name) for name in _CHOICE} | {"bound": choice.time.bound}
-    steps = [dataclasses.asdict(step) | {"seconds": step.seconds, "bound": step.time.bound} for step in choice.steps]
+        return vars(choice) | {"seconds": choice.seconds, "bound": choice.time.bound}
+    steps = [vars(step) | {"seconds": step.seconds, "bound": step.time.bound} for step in choice.steps]
     return {name: getattr(choice, name) for name in _PLAN} | {"steps": steps}

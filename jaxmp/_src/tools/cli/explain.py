@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import importlib.util
 import math
 import re
@@ -24,8 +23,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.tools.cli.output import CommandError, dtype_of, print_json, require_devices
 from jaxmp._src.tools.explain import explain as explain_lib
-from jaxmp._src.tools.explain.compiled import CompiledExplanation
-from jaxmp._src.tools.explain.table import Explanation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,20 +42,13 @@ def run(options: argparse.Namespace) -> int:
         function, arguments = program(options.function, options.arguments, mesh)
         explained = explain_lib.explain(function, quiet=True, hardware=options.hardware, compiled=compiled)
         explanation = explained(*arguments)
-    if options.json:
-        print_json(_json_of(explanation))
-    else:
+    if not options.json:
         print(explanation)
+    elif compiled:
+        print_json({"rows": explanation.rows, "memory": explanation.memory, "calls": explanation.calls.rows})
+    else:
+        print_json(explanation.rows)
     return 0
-
-
-def _json_of(explanation: Explanation | CompiledExplanation) -> Any:
-    """Returns the rows as dicts; for a compiled program a dict of "rows", "memory" and "calls" (rows of its calls)."""
-    rows = [dataclasses.asdict(row) for row in explanation.rows]
-    if isinstance(explanation, Explanation):
-        return rows
-    memory = dataclasses.asdict(explanation.memory) if explanation.memory is not None else None
-    return {"rows": rows, "memory": memory, "calls": _json_of(explanation.calls)}
 
 
 def program(

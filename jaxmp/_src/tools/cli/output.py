@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +28,8 @@ def print_table(rows: Iterable[Sequence[Any]]) -> None:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1, default=list))  # shardings have no form of their own
+    """Prints JSON: a dataclass with its fields, a sharding as a list."""
+    print(json.dumps(value, indent=1, default=lambda x: dataclasses.asdict(x) if dataclasses.is_dataclass(x) else [*x]))
 
 
 def counted(what: str, items: Sequence[Item]) -> Iterator[Item]:
