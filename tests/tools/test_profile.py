@@ -7,8 +7,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.tools.profile.profile import Profile
-from jaxmp._src.tools.profile.trace import Event
+from jaxmp._src.tools.profile.profile import Event, Profile
 
 
 def test_every_call_of_every_device_is_found(mesh_of, capsys):
