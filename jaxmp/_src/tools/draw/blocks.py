@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxmp._src.core.contraction.contraction import Dim
-from jaxmp._src.tools.explain.row import Row
+from jaxmp._src.tools.explain.table import Row
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.tools.draw.blocks import Matrix, label, matrices, sentence, shown, title
 from jaxmp._src.tools.draw.svg import svg_of
 from jaxmp._src.tools.explain.explain import explain
-from jaxmp._src.tools.explain.row import Row
+from jaxmp._src.tools.explain.table import Row
 
 _MOST = 6  # blocks that are drawn along a dimension
 

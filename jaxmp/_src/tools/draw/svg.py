@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 from jaxmp._src.tools.draw.blocks import Matrix, label, matrices, sentence, shown, title
-from jaxmp._src.tools.explain.row import Row
+from jaxmp._src.tools.explain.table import Row
 
 _MOST = 8  # blocks that are drawn along a dimension
 _SIDE = 150  # pixels of a matrix' longer side, at most
