@@ -214,8 +214,8 @@ def test_a_forbidden_include_is_found():
 
 def test_collectives_stand_behind_a_barrier():
     """Otherwise a collective can hang a job or end its processes. The call's barrier covers `xla_matmul` and
-    `process_collectives`; `bench` and `calibrate` time XLA's collectives in one process."""
+    `process_collectives`; `calibrate` times XLA's collectives in one process."""
     users = {path.stem for path in python_files() if raw_collectives(path.read_text())}
-    assert users == {"collectives", "xla_matmul", "process_collectives", "accept", "bench", "calibrate"}
+    assert users == {"collectives", "xla_matmul", "process_collectives", "accept", "calibrate"}
     assert raw_collectives("lax.psum(x, axes)")
     assert not raw_collectives("collectives.psum(x, axes)")

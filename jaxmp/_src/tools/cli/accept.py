@@ -219,10 +219,8 @@ def _checks(ndevices: int, nranks: int, is_quick: bool) -> Iterator[Check]:
     for layout, dtype, epilog in itertools.product(plain[:2] if is_quick else plain, types, some):
         run = functools.partial(exact, layout, dtype, extents=(32, 64, 64), epilog=epilog)
         yield Check("epilogs", f"{layout.name}, {dtype}, {epilog.name}", run)
-    timed = ("local", "all_gather", "reduce_scatter", "all_reduce")[: 2 if is_quick else None]
-    for pattern in timed if ndevices > 1 else ("local",):
-        run_rate = functools.partial(_check_rate, pattern, ndevices, 16 if is_quick else 8192, types[0])
-        yield Check("rates", pattern, run_rate)
+    for layout in plain[: 1 if ndevices == 1 else 2 if is_quick else None]:
+        yield Check("rates", layout.name, functools.partial(_check_rate, layout, 16 if is_quick else 8192, types[0]))
     if nranks > 1:
         yield Check(_DEATH, "between two products", functools.partial(_check_death, plain[1]))
 
@@ -295,10 +293,10 @@ def _check_microbatches(ndevices: int, extents: tuple[int, int, int]) -> int:
     return len(xs)
 
 
-def _check_rate(pattern: str, ndevices: int, extent: int, dtype: str) -> Any:
+def _check_rate(layout: Layout, extent: int, dtype: str) -> Any:
     """Returns {"by": implementation, "jaxmp" and "xla": TFLOP/s}. Raises AssertionError if their results differ by more
     than rounding. Ranks have `_IN_FLIGHT` calls at once."""
-    calls, implementation = bench.contenders(pattern, jax.devices()[:ndevices], (extent,) * 3, dtype)
+    calls, implementation = bench.contenders(layout, (extent,) * 3, dtype)
     if error := bench.disagreement(calls, extent, dtype):
         raise AssertionError(error)
     several = {name: lambda call=call: [call() for _ in range(_IN_FLIGHT)] for name, call in calls.items()}
