@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import math
 import re
+import runpy
 import sys
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,39 +53,27 @@ def run(options: argparse.Namespace) -> int:
 
 
 def program(
-    place: str, types: Sequence[str], mesh: Mesh | None
+    place: str, arguments: Sequence[str], mesh: Mesh | None
 ) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
-    """Returns (function at "FILE.py:NAME", arguments of these types, sharded over `mesh` if there is one). Raises
-    CommandError as `_load` and `argument_of` do."""
-    return _load(place), [argument_of(text, mesh) for text in types]
-
-
-def _load(place: str) -> Callable[..., Any]:
-    """Runs the file of "FILE.py:NAME", with its folder on the import path meanwhile, and returns what has that name in
-    it; a name with dots is an attribute. Raises CommandError for text of another form, if there is no such Python
-    file, or if nothing callable has the name; and what the file raises."""
+    """Runs the file of `place`, "FILE.py:NAME", with its folder on the import path meanwhile. Returns (what has that
+    name in it, its arguments as `argument_of` reads them); a name with dots is an attribute. Raises CommandError for
+    text of another form, if there is no such file, or if nothing callable has the name; and what the file raises."""
     path, _, name = place.rpartition(":")
     file = Path(path)
     if not path or not name:
         raise CommandError(f"takes FILE.py:FUNCTION, got {place!r}")
     if not file.is_file():
         raise CommandError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    if spec is None or spec.loader is None:
-        raise CommandError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(file.resolve().parent))
     try:
-        spec.loader.exec_module(module)
+        found: Any = types.SimpleNamespace(**runpy.run_path(path, run_name=file.stem))
     finally:
         sys.path.pop(0)
-    found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)
     if not callable(found):
         raise CommandError(f"{path} has no function {name}")
-    function: Callable[..., Any] = found
-    return function
+    return found, [argument_of(text, mesh) for text in arguments]
 
 
 def mesh_of(text: str) -> Mesh | None:
