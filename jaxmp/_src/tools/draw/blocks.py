@@ -25,9 +25,9 @@ class Matrix:
 
 
 def matrices(row: Row) -> tuple[Matrix, ...]:
-    """Returns op(A), op(B) and D of a call; () if `row` is a collective or a product that XLA computes, or if the mesh
-    is unknown. The array of a `ragged_dot` that has a matrix per group, B or D, is drawn as a matrix with a row for
-    each group, and its name is "B of groups" or "D of groups"."""
+    """Returns op(A), op(B) and D of a call; () if `row` is a collective or a product that XLA computes, or on one
+    device without a mesh. The array of a `ragged_dot` that has a matrix per group, B or D, is drawn as a matrix with a
+    row for each group, and its name is "B of groups" or "D of groups"."""
     if not row.placement or not row.mesh:
         return ()
     m, k, n = row.extents
@@ -98,7 +98,10 @@ _SUMS = {
 
 def sentence(row: Row) -> str:
     """Says in one sentence how devices compute a call: they sum partial products, multiply the rows of their groups,
-    receive blocks of A or B (said for device 0), or multiply what they hold."""
+    receive blocks of A or B (said for device 0), or multiply what they hold. If nothing is drawn, says who places the
+    matrices."""
+    if not matrices(row):
+        return "XLA decides which device holds what" if row.ndevices > 1 else "one device holds all"
     if row.pattern in _SUMS:
         return _SUMS[row.pattern]
     if not row.has_matrices:

@@ -92,12 +92,9 @@ def draw(fn: Callable[..., Any]) -> Callable[..., Drawing]:
 
 
 def _text_of(row: Row) -> str:
-    """Returns the matrices of a call next to each other, with each block's devices; only a note if XLA places them."""
-    found = matrices(row)
-    if not found:
-        return f"{title(row)}\n  (XLA decides which device holds what)"
-    parts = [_lines(matrix, row.ndevices) for matrix in found]
-    height = max(map(len, parts))
+    """Returns the matrices of a call next to each other, with each block's devices, and the sentence about it."""
+    parts = [_lines(matrix, row.ndevices) for matrix in matrices(row)]
+    height = max(map(len, parts), default=0)
     padded = [[*part, *[" " * len(part[0])] * (height - len(part))] for part in parts]
     lines = ["   ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
     return "\n".join([title(row), *(f"  {line}" for line in lines), f"  {sentence(row)}"])
