@@ -156,11 +156,6 @@ class Computation:
                 users[name].append(each)
         return users
 
-    @functools.cached_property
-    def multiplies(self) -> bool:
-        """True if an instruction is a product."""
-        return any(" dot(" in line or "__cublas" in line for line in self._lines)
-
     def operands(self, of: Instruction) -> list[Instruction]:
         return [self.instructions[name] for name in of.operands]
 
@@ -220,14 +215,11 @@ class Module:
 
     def executed(self, name: str = "", count: int | None = 1) -> Iterator[tuple[Computation, int | None]]:
         """Yields (computation, how often the program runs it): the computation `name`, or the entry, which runs
-        `count` times, and what it runs (`called_by`). None stands for an unknown number. Leaves out fusions without
-        a product."""
+        `count` times, and what it runs (`called_by`). None stands for an unknown number."""
         computation = self.computations[name or self.entry]
         yield computation, count
         for each in computation.instructions.values():
             for called, times in called_by(each):
-                if each.opcode == "fusion" and not self.computations[called].multiplies:
-                    continue  # nothing but operations on elements
                 yield from self.executed(called, None if None in (count, times) else count * times)  # type: ignore[operator]
 
 
