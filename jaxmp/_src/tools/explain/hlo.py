@@ -138,11 +138,8 @@ class Computation:
     """The instructions in the order of the text. A scheduled module runs them in this order."""
 
     def __init__(self, name: str, lines: list[str]) -> None:
-        self.name, self._lines = name, lines
-
-    @functools.cached_property
-    def instructions(self) -> Mapping[str, Instruction]:
-        return {each.name: each for each in map(_instruction, self._lines) if each is not None}
+        self.name = name
+        self.instructions = {each.name: each for each in map(_instruction, lines) if each is not None}
 
     @functools.cached_property
     def root(self) -> Instruction:
@@ -169,7 +166,7 @@ class Frame(NamedTuple):
 
 
 class Module:
-    """A program of XLA from its text, parsed lazily."""
+    """A program of XLA from its text."""
 
     def __init__(self, text: str) -> None:
         self.entry = ""
