@@ -50,26 +50,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=int, nargs=4, help=argparse.SUPPRESS)  # rank, ranks, port, first check
 
 
-def run(options: argparse.Namespace) -> int:
-    """Runs the checks in one process and, with several GPUs, in one per GPU. Writes the JSON file --out and prints a
-    table, the failures and a sentence. Returns 1 if a check fails, else 0. With --rank it only runs the checks of one
-    rank of such a job, and returns 0. Raises CommandError as `_job` does."""
+def run(options: argparse.Namespace) -> output.Result:
+    """Runs the checks in one process and, with several GPUs, in one per GPU. Writes the JSON file --out. The text is a
+    table, the failures and a sentence; the status is 1 if a check fails. With --rank it only runs the checks of one
+    rank of such a job, without a text. Raises CommandError as `_job` does."""
     if options.rank:
         _run_rank(options.rank, options.quick)
-        return 0
+        return output.Result("", None)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         jobs = [_job(1, Path(folder), options.quick, start + 30 * options.minutes)]
         if (count := jobs[0]["machine"]["gpus"]) > 1:
             jobs.append(_job(count, Path(folder), options.quick, start + 60 * options.minutes))
     said, failed = _sentence(jobs), [x | {"in": job["name"]} for job in jobs for x in job["checks"] if x.get("error")]
-    options.out.write_text(json.dumps({"passed": not failed, "sentence": said, "jobs": jobs}, indent=1) + "\n")
+    value = {"passed": not failed, "sentence": said, "jobs": jobs}
+    options.out.write_text(json.dumps(value, indent=1) + "\n")
     rows = [(kind, *(_cell(job, kind) for job in jobs)) for kind in _KINDS]
-    output.print_table([("", *(job["name"] for job in jobs)), *rows])
-    for check in failed:
-        print(f"FAILED in {check['in']}: {check['check']}, {check['of']}: {check['error']}")
-    print(said)
-    return int(bool(failed))
+    lines = output.table([("", *(job["name"] for job in jobs)), *rows])
+    lines += [f"FAILED in {x['in']}: {x['check']}, {x['of']}: {x['error']}" for x in failed]
+    return output.Result("\n".join([*lines, said]), value, int(bool(failed)))
 
 
 # ---- processes

@@ -11,7 +11,7 @@ import jax
 from jaxmp._src.tools.advise.advise import Advice, Choice, advise
 from jaxmp._src.tools.advise.program import Plan, ProgramAdvice
 from jaxmp._src.tools.cli.explain import mesh_of, program
-from jaxmp._src.tools.cli.output import CommandError, dtype_of, print_json
+from jaxmp._src.tools.cli.output import CommandError, Result, dtype_of
 
 _PLAN = ("name", "mesh", "arguments", "seconds", "exposed_seconds", "bytes_moved", "memory", "fits")
 
@@ -29,19 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh", default="", help="mesh of explicit axes for all plans, if the function names axes: x=8"
     )
-    parser.add_argument("--json", action="store_true", help="print all shardings as JSON")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Prints the choices, as tables or with --json as JSON, and returns 0. Raises CommandError for wrong arguments, and
-    what `advise` raises."""
+def run(options: argparse.Namespace) -> Result:
+    """Returns the choices. Raises CommandError for wrong arguments, and what `advise` raises."""
     devices = 8 if options.devices is None and not options.mesh else options.devices
     found = (_of_program if ":" in options.what[0] else _of_product)(options, devices)
-    if options.json:
-        print_json(list(map(_fields, found.choices)))
-    else:
-        print(found)
-    return 0
+    return Result(str(found), list(map(_fields, found.choices)))
 
 
 def _of_product(options: argparse.Namespace, devices: int) -> Advice:

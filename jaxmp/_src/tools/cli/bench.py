@@ -17,7 +17,7 @@ from jaxmp import testing
 from jaxmp._src.core.ops.matmul import matmul
 from jaxmp._src.core.spec.matmul_spec import accumulator
 from jaxmp._src.platform.hardware.clock import interleaved
-from jaxmp._src.tools.cli.output import CommandError, counted, dtype_of, print_json, print_table, require_devices
+from jaxmp._src.tools.cli.output import CommandError, Result, counted, dtype_of, require_devices, table
 from jaxmp._src.tools.cli.selftest import place
 from jaxmp._src.tools.explain.explain import explain
 from jaxmp.testing import Layout
@@ -32,12 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="f32", help="type of the operands: f32, bf16, f64, ... (f32)")
     parser.add_argument("--pattern", choices=("all", *_PATTERNS), default="all", help="how they share it (all)")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each contender of each pattern (1)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Compares jaxmp's and XLA's product of each pattern, times both if their results agree, and prints. Returns 1 if
-    some do not, else 0. Raises CommandError if no pattern takes the extents, and for too few devices."""
+def run(options: argparse.Namespace) -> Result:
+    """Compares jaxmp's and XLA's product of each pattern, and times both if their results agree. The status is 1 if
+    some do not. Raises CommandError if no pattern takes the extents, and for too few devices."""
     extents, dtype = (options.m, options.k, options.n), dtype_of(options.dtype)
     product = "x".join(map(str, extents))
     layouts = list(_layouts(options.mesh, extents, options.pattern))
@@ -54,14 +53,11 @@ def run(options: argparse.Namespace) -> int:
                 seconds = interleaved(calls, options.seconds)
                 results.append({"pattern": name, "implementation": implementation, "seconds": seconds})
     flops = 2 * math.prod(extents) * (4 if jnp.issubdtype(dtype, jnp.complexfloating) else 1)
-    if options.json:
-        print_json({"flops": flops, "dtype": dtype, "devices": options.mesh, "rows": results, "wrong": wrong})
-    else:
-        print(f"{product} {dtype} on {options.mesh} devices")
-        print_table([("pattern", "by", "ms", "XLA ms", "Gflop/s", "XLA / jaxmp"), *(_cells(x, flops) for x in results)])
-        for each in wrong:
-            print(f"WRONG {each}")
-    return int(bool(wrong))
+    head = "pattern", "by", "ms", "XLA ms", "Gflop/s", "XLA / jaxmp"
+    lines = table([head, *(_cells(x, flops) for x in results)]) + [f"WRONG {each}" for each in wrong]
+    text = "\n".join([f"{product} {dtype} on {options.mesh} devices", *lines])
+    value = {"flops": flops, "dtype": dtype, "devices": options.mesh, "rows": results, "wrong": wrong}
+    return Result(text, value, int(bool(wrong)))
 
 
 def _cells(result: dict[str, Any], flops: int) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._src.tools.cli.output import CommandError, dtype_of, print_json, require_devices
+from jaxmp._src.tools.cli.output import CommandError, Result, dtype_of, require_devices
 from jaxmp._src.tools.explain import explain as explain_lib
 
 
@@ -32,24 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", default="", help="mesh of explicit axes that is set meanwhile: x=4 or x=2,y=2")
     parser.add_argument("--hardware", help="predict times on this, h100-8, h200-8 or gb200-nvl72")
     parser.add_argument("--compiled", action="store_true", help="compile it: every collective, its cause, and memory")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Prints the explanation and returns 0. Raises CommandError for a mistake in options, function or types, and what
-    `explain` raises."""
+def run(options: argparse.Namespace) -> Result:
+    """Returns the explanation; as JSON its rows, and of a compiled program also its memory and the rows of its calls.
+    Raises CommandError for a mistake in options, function or types, and what `explain` raises."""
     mesh, compiled = mesh_of(options.mesh), bool(options.compiled)
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         function, arguments = program(options.function, options.arguments, mesh)
         explained = explain_lib.explain(function, quiet=True, hardware=options.hardware, compiled=compiled)
-        explanation = explained(*arguments)
-    if not options.json:
-        print(explanation)
-    elif compiled:
-        print_json({"rows": explanation.rows, "memory": explanation.memory, "calls": explanation.calls.rows})
-    else:
-        print_json(explanation.rows)
-    return 0
+        found = explained(*arguments)
+    value = {"rows": found.rows, "memory": found.memory, "calls": found.calls.rows} if compiled else found.rows
+    return Result(str(found), value)
 
 
 def program(

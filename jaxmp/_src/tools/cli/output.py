@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,26 @@ class CommandError(Exception):
     """Why a command cannot run, in one line."""
 
 
-def print_table(rows: Iterable[Sequence[Any]]) -> None:
-    """Prints rows with aligned columns; the first row may be a header."""
-    print(*aligned([list(map(str, row)) for row in rows]), sep="\n")
+class Result(NamedTuple):
+    """What a command prints, its `text` or with --json its `value`, and its exit status."""
+
+    text: str
+    value: Any
+    status: int = 0
+
+    def show(self, *, as_json: bool) -> None:
+        """Prints the text, unless it is empty, or JSON: a dataclass with its fields, a sharding as a list."""
+        if self.text:
+            print(json.dumps(self.value, indent=1, default=_as_json) if as_json else self.text)
 
 
-def print_json(value: Any) -> None:
-    """Prints JSON: a dataclass with its fields, a sharding as a list."""
-    print(json.dumps(value, indent=1, default=lambda x: dataclasses.asdict(x) if dataclasses.is_dataclass(x) else [*x]))
+def _as_json(value: Any) -> Any:
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else list(value)
+
+
+def table(rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Returns lines of rows with aligned columns; the first row may be a header."""
+    return aligned([list(map(str, row)) for row in rows])
 
 
 def counted(what: str, items: Sequence[Item]) -> Iterator[Item]:
