@@ -36,7 +36,7 @@ class Result(NamedTuple):
 
 
 def _as_json(value: Any) -> Any:
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else list(value)
+    return vars(value) if dataclasses.is_dataclass(value) else list(value)
 
 
 def table(rows: Iterable[Sequence[Any]]) -> list[str]:
