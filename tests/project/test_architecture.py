@@ -152,8 +152,7 @@ PRIVATE = {
     "tools": {
         "test_advise": "the bound of extents that no sharding divides",
         "test_advise_program": "recipes of programs that are not compiled, and the dimensions that they shard",
-        "test_audit": "a report that no program gives",
-        "test_audit_bits": "differences of arrays",
+        "test_audit": "a report that no program gives, differences of arrays",
         "test_audit_together": "lists that a bisection asks about, programs with divisions written otherwise",
         "test_compiled": "the text of XLA's programs for GPUs, and tables of frames that no program here gives",
         "test_cli": "commands run in the process of the tests",

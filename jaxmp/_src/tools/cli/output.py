@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.runtime import config
 from jaxmp._src.platform.runtime.text import aligned
 
 Item = TypeVar("Item")
@@ -66,8 +66,8 @@ def require_devices(count: int) -> list[jax.Device]:
 def make_cpu_devices(count: int) -> None:
     """Makes JAX create this many CPU devices. Does nothing if its backend has started, or if XLA_FLAGS says how
     many."""
-    if not jax_compat.backend_exists() and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", count)
+    if not jax_compat.backend_exists():
+        config.add_xla_flag("xla_force_host_platform_device_count", str(count))
 
 
 _SHORT_TYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn", "f8": "float8_e4m3fn"}
