@@ -152,8 +152,7 @@ PRIVATE = {
     "tools": {
         "test_advise": "the bound of extents that no sharding divides",
         "test_advise_program": "recipes of programs that are not compiled, and the dimensions that they shard",
-        "test_audit": "a report that no program gives",
-        "test_audit_bits": "differences of arrays",
+        "test_audit": "a report that no program gives, differences of arrays",
         "test_audit_together": "lists that a bisection asks about, programs with divisions written otherwise",
         "test_compiled": "the text of XLA's programs for GPUs, and tables of frames that no program here gives",
         "test_cli": "commands run in the process of the tests",
@@ -214,8 +213,8 @@ def test_a_forbidden_include_is_found():
 
 def test_collectives_stand_behind_a_barrier():
     """Otherwise a collective can hang a job or end its processes. The call's barrier covers `xla_matmul` and
-    `process_collectives`; `bench` and `calibrate` time XLA's collectives in one process."""
+    `process_collectives`; `calibrate` times XLA's collectives in one process."""
     users = {path.stem for path in python_files() if raw_collectives(path.read_text())}
-    assert users == {"collectives", "xla_matmul", "process_collectives", "accept", "bench", "calibrate"}
+    assert users == {"collectives", "xla_matmul", "process_collectives", "accept", "calibrate"}
     assert raw_collectives("lax.psum(x, axes)")
     assert not raw_collectives("collectives.psum(x, axes)")

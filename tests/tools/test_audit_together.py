@@ -123,7 +123,6 @@ def test_divisions_of_a_mesh_are_equal_or_have_a_remedy(mesh_of, rng):
     if found.outputs:
         (piece,) = found.together
         assert set(piece.operations) <= {("div", line_of(program, 2)), ("sqrt", line_of(program, 1))}
-        assert "reciprocal" in piece.rewriting
         assert found.trials[-1].differing == 0
         assert found.trials[-1].remedy == 'jaxmp.fuse(fn, determinism="topology")'
         found = audit(jaxmp.fuse(program, determinism="topology"), vary="mesh")(x, y)

@@ -16,8 +16,8 @@ from jaxmp import testing
 from jaxmp._src.platform.hardware import processor
 from jaxmp._src.tools.cli import accept, bench, explain, main, output, selftest
 
-PROGRAM = """
-import jax, jaxmp
+PROGRAM = """from __future__ import annotations
+import dataclasses, jax, jaxmp
 from jax.sharding import PartitionSpec as P
 
 def layer(x, w):
@@ -31,6 +31,10 @@ def of_a_mesh(x, w, v):
 
 def plain(x, w, v):
     return (x @ w) @ v
+
+@dataclasses.dataclass
+class Settings:
+    rate: float = 1.0
 
 def alone():
     return 1

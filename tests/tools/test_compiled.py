@@ -213,48 +213,23 @@ def test_shardings_are_read(text, expected):
     assert partitioned.sharded(text, {"data": 2, "model": 2}) == expected
 
 
-FRAMES = """HloModule m
-
-FileNames
-1 "/a/train.py"
-2 "/a/layers.py"
-3 "/lib/python3.13/site-packages/flax/nnx/module.py"
-
-FunctionNames
-1 "step"
-2 "step.<locals>.norm"
-3 "Block.__call__"
-4 "main"
-5 "<module>"
-
-FileLocations
-1 {file_name_id=1 function_name_id=1 line=10 end_line=10 column=0 end_column=0}
-2 {file_name_id=1 function_name_id=1 line=11 end_line=11 column=0 end_column=0}
-3 {file_name_id=1 function_name_id=2 line=5 end_line=5 column=0 end_column=0}
-4 {file_name_id=2 function_name_id=3 line=7 end_line=7 column=0 end_column=0}
-5 {file_name_id=3 function_name_id=3 line=99 end_line=99 column=0 end_column=0}
-6 {file_name_id=1 function_name_id=5 line=40 end_line=40 column=0 end_column=0}
-7 {file_name_id=1 function_name_id=4 line=30 end_line=30 column=0 end_column=0}
-8 {file_name_id=1 function_name_id=4 line=31 end_line=31 column=0 end_column=0}
-
-StackFrames
-1 {file_location_id=1 parent_frame_id=1}
-2 {file_location_id=2 parent_frame_id=1}
-3 {file_location_id=3 parent_frame_id=2}
-4 {file_location_id=3 parent_frame_id=3}
-5 {file_location_id=5 parent_frame_id=2}
-6 {file_location_id=4 parent_frame_id=6}
-7 {file_location_id=5 parent_frame_id=3}
-8 {file_location_id=4 parent_frame_id=8}
-9 {file_location_id=3 parent_frame_id=5}
-10 {file_location_id=6}
-11 {file_location_id=8 parent_frame_id=11}
-12 {file_location_id=6 parent_frame_id=12}
-13 {file_location_id=7 parent_frame_id=13}
-14 {file_location_id=4 parent_frame_id=14}
+FILES = ("/a/train.py", "/a/layers.py", "/lib/python3.13/site-packages/flax/nnx/module.py")
+FUNCTIONS = ("step", "step.<locals>.norm", "Block.__call__", "main", "<module>")
+# (file, function, line), and (location, the frame that calls it), numbered from 1.
+LOCATIONS = ((1, 1, 10), (1, 1, 11), (1, 2, 5), (2, 3, 7), (3, 3, 99), (1, 5, 40), (1, 4, 30), (1, 4, 31))
+FRAMES = ((1, 1), (2, 1), (3, 2), (3, 3), (5, 2), (4, 6), (5, 3), (4, 8), (3, 5), (6, 0), (8, 11), (6, 12))
+FRAMES += ((7, 13), (4, 14))
+TABLES = {
+    "FileNames": [f'"{name}"' for name in FILES],
+    "FunctionNames": [f'"{name}"' for name in FUNCTIONS],
+    "FileLocations": [f"{{file_name_id={i} function_name_id={j} line={n} end_line={n}}}" for i, j, n in LOCATIONS],
+    "StackFrames": [f"{{file_location_id={i}" + f" parent_frame_id={j}" * (j > 0) + "}" for i, j in FRAMES],
+}
 
 
-"""
+def text_of_frames():
+    rows = {title: "".join(f"{i} {row}\n" for i, row in enumerate(table, 1)) for title, table in TABLES.items()}
+    return "HloModule m\n\n" + "".join(f"{title}\n{text}\n" for title, text in rows.items()) + "\n"
 
 
 @pytest.mark.parametrize(
@@ -272,6 +247,6 @@ StackFrames
 )
 def test_callers_are_read_from_the_tables_of_frames(frame, line):
     each = hlo.Instruction("c", "add", "f32[2]{0}", (), (), f'metadata={{op_name="a/b" stack_frame_id={frame}}}', False)
-    module = hlo.Module(FRAMES)
+    module = hlo.Module(text_of_frames())
     assert module.line(each) == line
     assert module.innermost(each) == line.rpartition(" -> ")[2].replace("norm", "train.py")

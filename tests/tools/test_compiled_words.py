@@ -124,6 +124,14 @@ def carried(x, w):
     return jax.lax.scan(body, x, None, length=3)[0]
 
 
+def kept_otherwise(x, w):
+    def body(carry, _):
+        carry = jnp.tanh(only_asks(carry, "data", "model") @ w)
+        return jax.lax.with_sharding_constraint(carry, P("model", "data")), None
+
+    return jax.lax.scan(body, x, None, length=3)[0]
+
+
 def inner(x):
     return jax.jit(jnp.tanh, in_shardings=P("data"))(x * 2)
 
@@ -236,6 +244,9 @@ CASES = [
     (lambda x, settings: (x * settings["scale"]) @ settings["w"],
      [((8, 16),), {"scale": 2.0, "w": ((16, 4), "model")}],
      r"dimension 0 of settings\['w'\], which model shards", "product"),
+    (kept_otherwise, [((16, 16), "model", "data"), ((16, 16),)],
+     "^the loop's carry has data on dimension 0.*, but model shards dimension 0 .*" +
+     rf"\(from with_sharding_constraint in {re.escape(line_in(kept_otherwise, 3))}\)", "carry"),
     (lambda x: jnp.fft.fft(x, axis=0).real, [((8, 16), "data")],
      "^fft wants dimension 0 of x whole, but data shards it$", "whole"),
     # All rows have these words.
@@ -420,22 +431,6 @@ def test_shardings_of_an_exported_function_are_causes(rows_of, mesh_of):
     (row,) = rows_of(lambda w: exported.call(w), ((8, 16), None, "model"))
     asks = "in_shardings of the exported function have model on dimension 0, but model shards dimension 1 of w"
     assert row.cause == asks
-
-
-def kept_otherwise(x, w):
-    def body(carry, _):
-        carry = jax.lax.with_sharding_constraint(carry, P("data", "model"))
-        carry = jnp.tanh(carry @ w)
-        return jax.lax.with_sharding_constraint(carry, P("model", "data")), None
-
-    return jax.lax.scan(body, x, None, length=3)[0]
-
-
-def test_a_carry_that_is_kept_otherwise_names_who_gives_it(rows_of):
-    rows = rows_of(kept_otherwise, ((16, 16), "model", "data"), ((16, 16),))
-    gives = rf"\(from with_sharding_constraint in {re.escape(line_in(kept_otherwise, 4))}\)"
-    words = f"^the loop's carry has data on dimension 0.*, but model shards dimension 0 .*{gives}"
-    assert any(re.search(words, row.cause) for row in rows if row.cause_kind == "carry"), rows
 
 
 def test_a_remedy_moves_less(rows_of):

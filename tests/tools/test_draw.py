@@ -129,6 +129,7 @@ def test_equal_calls_are_drawn_once_and_gradients_too():
     (row,) = jaxmp.draw(loss)(x, x).rows
     assert row.count == 3
     assert ", 3 times" in str(jaxmp.draw(loss)(x, x))
+    assert str(jaxmp.draw(loss)(x, x)).endswith("\n  one device holds all")
     assert len(jaxmp.draw(jax.grad(loss))(x, x).rows) >= 1
     assert str(jaxmp.draw(jnp.sin)(x)) == "no jaxmp call in this program"
     ET.fromstring(jaxmp.draw(jnp.sin)(x).svg)

@@ -1,7 +1,5 @@
 """Profiles: every call is found, on every device, and the table and the timeline show the events."""
 
-import xml.etree.ElementTree as ET
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,9 +7,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.tools.profile import timeline
-from jaxmp._src.tools.profile.profile import Profile
-from jaxmp._src.tools.profile.trace import Event
+from jaxmp._src.tools.profile.profile import Event, Profile
 
 
 def test_every_call_of_every_device_is_found(mesh_of, capsys):
@@ -38,7 +34,6 @@ def test_every_call_of_every_device_is_found(mesh_of, capsys):
     assert out.rstrip("\n") == str(found)
     assert sum(line.startswith("device ") for line in out.splitlines()) == 4
     assert repr(found).startswith("Profile(8 calls in ")
-    ET.fromstring(found.svg)
 
 
 def test_calls_on_automatic_axes_are_found(mesh_of):
@@ -97,22 +92,12 @@ def test_the_table_sums_and_sorts():
 
 
 def test_the_timeline_shows_when_and_what():
-    first, second, *legend = timeline.text_of(EVENTS, 10e-6)
+    *_, first, second, one, two, others = str(Profile(EVENTS)).splitlines()
     assert first == f"device 0   |{'A' * 37}{'.' * 35}|"
     assert second == f"device 1   |{' ' * 14}{'B' * 8}{' ' * 50}|"
-    assert legend == ["  A  call one", "  B  call two", "  .  other operations"]
-    many = [Event(f"call {i}", True, 0, i * 1e-6, 1e-6) for i in range(30)]
-    assert timeline.text_of(many, 30e-6)[-2] == "  *  call 29"
-
-
-def test_the_picture_has_each_event_to_scale():
-    root = ET.fromstring(timeline.svg_of(EVENTS, 10e-6))
-    bars = [each for each in root.findall("{*}rect") if each.find("{*}title") is not None]
-    widths = {each.find("{*}title").text.partition(":")[0]: float(each.attrib["width"]) for each in bars}
-    assert len(bars) == 4
-    assert widths["call one"] == pytest.approx(450)
-    assert widths["call two"] == pytest.approx(90)
-    ET.fromstring(timeline.svg_of((), 0.0))
+    assert [one, two, others] == ["  A  call one", "  B  call two", "  .  other operations"]
+    many = tuple(Event(f"call {i}", True, 0, i * 1e-6, 1e-6) for i in range(30))
+    assert str(Profile(many)).splitlines()[-2] == "  *  call 29"
 
 
 def test_it_compiles_where_jit_is_disabled():

@@ -12,15 +12,15 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
+from jaxmp._src.core.validation.operand_checks import is_array
 from jaxmp._src.platform.hardware.call_time import CallTime, Transfer, call_time, kind_of
 from jaxmp._src.platform.hardware.hardware import Hardware
 from jaxmp._src.platform.jax_internals import jax_compat, jax_compiled
 from jaxmp._src.platform.runtime.text import aligned, as_html
 from jaxmp._src.tools.advise.dimensions import Dimensions
 from jaxmp._src.tools.advise.recipes import Mesh, Recipe, recipes
-from jaxmp._src.tools.explain.arrays import is_array, split_arrays
 from jaxmp._src.tools.explain.compiled import CompiledExplanation, Operation
-from jaxmp._src.tools.explain.explain import explain
+from jaxmp._src.tools.explain.explain import explain, split_arrays
 
 Choice = TypeVar("Choice")
 Table = list[list[str]]

@@ -1,8 +1,9 @@
-"""Kinds of operations: products, sums and others, and how reports name them."""
+"""Equations of a trace: their kinds and names in reports, and the pairs that those of two traces make."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,3 +98,44 @@ def _all_equations(eqn: Any) -> Iterator[Any]:
         for inner in jaxpr.eqns:
             yield inner
             yield from _all_equations(inner)
+
+
+def live_equations(jaxpr: Any, line: str) -> list[Any]:
+    """Returns the equations that the results need or that have effects. Raises NotImplementedError if any equation of
+    `jaxpr` has a mutable array; the message names `line` if the equation has no line."""
+    for eqn in reversed(jaxpr.eqns):
+        if any(jax_tracing.is_mutable(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+            raise NotImplementedError(
+                f"audit: does not follow mutable arrays, found {eqn.primitive.name} of one at"
+                f" {jax_compat.traced_line(eqn) or line}; write fn without jax.new_ref"
+            )
+    return jax_tracing.needed(jaxpr.eqns, jaxpr.outvars)
+
+
+def paired(equations: Sequence[Any], others: Sequence[Any], *, is_batch: bool) -> Iterator[tuple[Any, Any]]:
+    """Yields the equations of both traces in pairs that look equal (`_likeness`). Both traces can run in the order of
+    the pairs. An equation that only one trace has comes with None."""
+    names, other_names = ([_likeness(eqn, is_batch) for eqn in eqns] for eqns in (equations, others))
+    if names == other_names:
+        yield from zip(equations, others, strict=True)
+        return
+    for kind, i, j, k, m in difflib.SequenceMatcher(None, names, other_names, autojunk=False).get_opcodes():
+        if kind == "equal":
+            yield from zip(equations[i:j], others[k:m], strict=True)
+        else:
+            yield from ((eqn, None) for eqn in equations[i:j])
+            yield from ((None, eqn) for eqn in others[k:m])
+
+
+def _likeness(eqn: Any, is_batch: bool) -> Any:
+    """Returns what is equal for equations that make a pair: name, number of operands, shapes and types of the results,
+    and line. The name of jaxmp's calls has no level. Relu masks do not count. If `is_batch`, shapes count by rank."""
+    ours = our_equation(eqn)
+    spec = None if ours is None else ours.params["spec"]
+    name = eqn.primitive.name if spec is None else f"jaxmp {getattr(spec, 'epilog', spec.function)}"
+    results = tuple(
+        (len(v.aval.shape) if is_batch or is_by_device(eqn, i) else v.aval.shape, str(v.aval.dtype))
+        for i, v in enumerate(eqn.outvars)
+        if not is_packed(eqn, v.aval.dtype)
+    )
+    return name, len(eqn.invars), results, jax_compat.traced_line(eqn)

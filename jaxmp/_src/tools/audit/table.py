@@ -79,8 +79,8 @@ class Audit:
         yield f"whole program: {_first(names)} differ{'s' * (len(names) == 1)}, by up to {ulps}{alone}"
         for one in self.together:
             times = collections.Counter(f"{operation} {line}" for operation, line in one.operations)
-            operations = _first([f"{n} x {name}" if n > 1 else name for name, n in times.items()])
-            yield f"differ if compiled together: {operations}" + (f"; {one.rewriting}" if one.rewriting else "")
+            named = _first([f"{n} x {name}" if n > 1 else name for name, n in times.items()])
+            yield f"differ if compiled together: {named}"
         last = self.trials[-1] if self.trials else None
         if last and last.differing and not self.rows:
             yield f"no remedy is known; tried without success: {'; '.join(one.remedy for one in self.trials)}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,13 +29,10 @@ _MOST_PIECES = 3
 class Together:
     """Operations that differ if they are compiled together: as few as the bisection finds.
 
-    Attributes:
-      operations: the primitive and the line of each, in the order of the program.
-      rewriting: what XLA does with such operations; empty if it is not known.
+    `operations`: the primitive and the line of each, in the order of the program.
     """
 
     operations: tuple[tuple[str, str], ...]
-    rewriting: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,15 +52,14 @@ def pieces(walk: Walk, jaxpr: Any, line: str, most: int = _MOST_PIECES) -> list[
     [] if all together do not. If a piece is one loop, and pieces of its last step differ, returns these instead.
     `line`: of equations without one."""
     body = walk.bodies[jax_tracing.open_jaxpr(jaxpr)[0]]
-    pairs, found, makers = body.pairs, list[Together](), {v: eqn for eqn, _ in body.pairs for v in eqn.outvars}
+    pairs, found = body.pairs, list[Together]()
     while len(found) < most and (piece := smallest(lambda some: _differ(walk, body, some), pairs)):
         equations = [eqn for eqn, _ in piece]
         lines = [jax_compat.traced_line(eqn) or line for eqn in equations]
         loops = jax_compat.subjaxprs(equations[0].params) if len(equations) == 1 else ()
         bodies = [loop for loop in loops if loop in walk.bodies]
         inner = [one for inside in bodies for one in pieces(walk, inside, lines[0], most - len(found))]
-        names = tuple(zip(map(operations.name_of, equations), lines, strict=True))
-        found += inner or [Together(names, _rewriting(equations, makers))]
+        found += inner or [Together(tuple(zip(map(operations.name_of, equations), lines, strict=True)))]
         pairs = [pair for pair in pairs if pair is not piece[-1]]
     return list(dict.fromkeys(found))
 
@@ -105,38 +101,6 @@ def _differ(walk: Walk, body: Body, some: Sequence[tuple[Any, Any]]) -> bool:
         for one, other, (_, w) in zip(ones, others, made, strict=True)
     ]
     return any(compared)  # all of them: the processes of a job compare together
-
-
-# Rewritings --------------------------------------------------------------------------------------------------------
-
-_BROADCASTS = ("broadcast_in_dim", "reshape")
-_FMA = "XLA rounds a multiplication and an addition once where it computes them together (fused multiply-add)"
-# (what all takes part, what XLA does).
-_REWRITINGS = (
-    ({"division", "sqrt"}, "XLA multiplies by a reciprocal root where it sees a division and its root together"),
-    ({"division"}, "XLA multiplies by the reciprocal of a value that it broadcasts, in some of its divisions by it"),
-    *(({"mul", name}, _FMA) for name in ("add", "add_any", "sub")),
-    ({"sum"}, "XLA may reorder or split a sum that it computes in one loop with others"),
-)
-
-
-def _rewriting(equations: Sequence[Any], makers: Mapping[Any, Any]) -> str:
-    """Returns what XLA is known to do with such operations, or "". `makers`: the equation that makes each variable."""
-    found = {name for eqn in equations for name in (operations.name_of(eqn), operations.kind_of(eqn))}
-    found |= {"division" for eqn in equations if _divisor(eqn, makers) is not None}
-    return next((text for needed, text in _REWRITINGS if needed <= found), "")
-
-
-def _divisor(eqn: Any, makers: Mapping[Any, Any]) -> Any:
-    """Returns the variable that a `div` divides by, before its broadcasts, if it is smaller than the result or made by
-    `sqrt`. None for all other equations, and for a literal."""
-    if eqn.primitive.name != "div" or jax_tracing.is_literal(eqn.invars[1]):
-        return None
-    v = eqn.invars[1]
-    while v in makers and makers[v].primitive.name in _BROADCASTS and not jax_tracing.is_literal(makers[v].invars[0]):
-        v = makers[v].invars[0]
-    is_root = v in makers and makers[v].primitive.name == "sqrt"
-    return v if is_root or v.aval.size < eqn.outvars[0].aval.size else None
 
 
 # Remedies ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
-from jaxmp._src.tools.audit import bits, operations, pairing
+from jaxmp._src.tools.audit import bits, operations
 from jaxmp._src.tools.audit.report import Report
 from jaxmp._src.tools.audit.side import Side, Value
 from jaxmp._src.tools.audit.variation import Relation, Rows, Variation
@@ -95,9 +95,9 @@ class Walk:
                 for v, w in zip(atoms, others, strict=True)
             ]
 
-        equations = [pairing.live_equations(program, line) for program, _ in programs]
+        equations = [operations.live_equations(program, line) for program, _ in programs]
         body = self.bodies[jax_tracing.open_jaxpr(jaxprs[0])[0]] = Body([], environments, programs[0][0].outvars)
-        for eqn, other in pairing.paired(*equations, is_batch=self.variation.rows is not None):
+        for eqn, other in operations.paired(*equations, is_batch=self.variation.rows is not None):
             if eqn is None or other is None:
                 self._run_only(0 if other is None else 1, eqn or other, environments, line)
                 continue

@@ -50,26 +50,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=int, nargs=4, help=argparse.SUPPRESS)  # rank, ranks, port, first check
 
 
-def run(options: argparse.Namespace) -> int:
-    """Runs the checks in one process and, with several GPUs, in one per GPU. Writes the JSON file --out and prints a
-    table, the failures and a sentence. Returns 1 if a check fails, else 0. With --rank it only runs the checks of one
-    rank of such a job, and returns 0. Raises CommandError as `_job` does."""
+def run(options: argparse.Namespace) -> output.Result:
+    """Runs the checks in one process and, with several GPUs, in one per GPU. Writes the JSON file --out. The text is a
+    table, the failures and a sentence; the status is 1 if a check fails. With --rank it only runs the checks of one
+    rank of such a job, without a text. Raises CommandError as `_job` does."""
     if options.rank:
         _run_rank(options.rank, options.quick)
-        return 0
+        return output.Result("", None)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         jobs = [_job(1, Path(folder), options.quick, start + 30 * options.minutes)]
         if (count := jobs[0]["machine"]["gpus"]) > 1:
             jobs.append(_job(count, Path(folder), options.quick, start + 60 * options.minutes))
     said, failed = _sentence(jobs), [x | {"in": job["name"]} for job in jobs for x in job["checks"] if x.get("error")]
-    options.out.write_text(json.dumps({"passed": not failed, "sentence": said, "jobs": jobs}, indent=1) + "\n")
+    value = {"passed": not failed, "sentence": said, "jobs": jobs}
+    options.out.write_text(json.dumps(value, indent=1) + "\n")
     rows = [(kind, *(_cell(job, kind) for job in jobs)) for kind in _KINDS]
-    output.print_table([("", *(job["name"] for job in jobs)), *rows])
-    for check in failed:
-        print(f"FAILED in {check['in']}: {check['check']}, {check['of']}: {check['error']}")
-    print(said)
-    return int(bool(failed))
+    lines = output.table([("", *(job["name"] for job in jobs)), *rows])
+    lines += [f"FAILED in {x['in']}: {x['check']}, {x['of']}: {x['error']}" for x in failed]
+    return output.Result("\n".join([*lines, said]), value, int(bool(failed)))
 
 
 # ---- processes
@@ -219,10 +218,8 @@ def _checks(ndevices: int, nranks: int, is_quick: bool) -> Iterator[Check]:
     for layout, dtype, epilog in itertools.product(plain[:2] if is_quick else plain, types, some):
         run = functools.partial(exact, layout, dtype, extents=(32, 64, 64), epilog=epilog)
         yield Check("epilogs", f"{layout.name}, {dtype}, {epilog.name}", run)
-    timed = ("local", "all_gather", "reduce_scatter", "all_reduce")[: 2 if is_quick else None]
-    for pattern in timed if ndevices > 1 else ("local",):
-        run_rate = functools.partial(_check_rate, pattern, ndevices, 16 if is_quick else 8192, types[0])
-        yield Check("rates", pattern, run_rate)
+    for layout in plain[: 1 if ndevices == 1 else 2 if is_quick else None]:
+        yield Check("rates", layout.name, functools.partial(_check_rate, layout, 16 if is_quick else 8192, types[0]))
     if nranks > 1:
         yield Check(_DEATH, "between two products", functools.partial(_check_death, plain[1]))
 
@@ -295,10 +292,10 @@ def _check_microbatches(ndevices: int, extents: tuple[int, int, int]) -> int:
     return len(xs)
 
 
-def _check_rate(pattern: str, ndevices: int, extent: int, dtype: str) -> Any:
+def _check_rate(layout: Layout, extent: int, dtype: str) -> Any:
     """Returns {"by": implementation, "jaxmp" and "xla": TFLOP/s}. Raises AssertionError if their results differ by more
     than rounding. Ranks have `_IN_FLIGHT` calls at once."""
-    calls, implementation = bench.contenders(pattern, jax.devices()[:ndevices], (extent,) * 3, dtype)
+    calls, implementation = bench.contenders(layout, (extent,) * 3, dtype)
     if error := bench.disagreement(calls, extent, dtype):
         raise AssertionError(error)
     several = {name: lambda call=call: [call() for _ in range(_IN_FLIGHT)] for name, call in calls.items()}

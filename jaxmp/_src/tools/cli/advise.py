@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 
 import jax
 
 from jaxmp._src.tools.advise.advise import Advice, Choice, advise
 from jaxmp._src.tools.advise.program import Plan, ProgramAdvice
 from jaxmp._src.tools.cli.explain import mesh_of, program
-from jaxmp._src.tools.cli.output import CommandError, dtype_of, print_json
+from jaxmp._src.tools.cli.output import CommandError, Result, dtype_of
 
-_CHOICE = ("pattern", "splits", "mesh", "a", "b", "d", "seconds", "memory", "bytes_moved", "fits", "is_efficient")
 _PLAN = ("name", "mesh", "arguments", "seconds", "exposed_seconds", "bytes_moved", "memory", "fits")
 
 
@@ -31,19 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh", default="", help="mesh of explicit axes for all plans, if the function names axes: x=8"
     )
-    parser.add_argument("--json", action="store_true", help="print all shardings as JSON")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Prints the choices, as tables or with --json as JSON, and returns 0. Raises CommandError for wrong arguments, and
-    what `advise` raises."""
+def run(options: argparse.Namespace) -> Result:
+    """Returns the choices. Raises CommandError for wrong arguments, and what `advise` raises."""
     devices = 8 if options.devices is None and not options.mesh else options.devices
     found = (_of_program if ":" in options.what[0] else _of_product)(options, devices)
-    if options.json:
-        print_json(list(map(_fields, found.choices)))
-    else:
-        print(found)
-    return 0
+    return Result(str(found), list(map(_fields, found.choices)))
 
 
 def _of_product(options: argparse.Namespace, devices: int) -> Advice:
@@ -68,6 +60,6 @@ def _of_program(options: argparse.Namespace, devices: int | None) -> ProgramAdvi
 
 def _fields(choice: Choice | Plan) -> dict[str, object]:
     if isinstance(choice, Choice):
-        return {name: getattr(choice, name) for name in _CHOICE} | {"bound": choice.time.bound}
-    steps = [dataclasses.asdict(step) | {"seconds": step.seconds, "bound": step.time.bound} for step in choice.steps]
+        return vars(choice) | {"seconds": choice.seconds, "bound": choice.time.bound}
+    steps = [vars(step) | {"seconds": step.seconds, "bound": step.time.bound} for step in choice.steps]
     return {name: getattr(choice, name) for name in _PLAN} | {"steps": steps}

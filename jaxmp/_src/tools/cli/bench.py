@@ -5,30 +5,24 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding
 
+from jaxmp import testing
 from jaxmp._src.core.ops.matmul import matmul
 from jaxmp._src.core.spec.matmul_spec import accumulator
 from jaxmp._src.platform.hardware.clock import interleaved
-from jaxmp._src.tools.cli.output import CommandError, counted, dtype_of, print_json, print_table, require_devices
+from jaxmp._src.tools.cli.output import CommandError, Result, counted, dtype_of, require_devices, table
 from jaxmp._src.tools.cli.selftest import place
 from jaxmp._src.tools.explain.explain import explain
+from jaxmp.testing import Layout
 
-# Shardings of a (m, k), b (k, n) and d, on the axes x, or x and y of a grid.
-PATTERNS = {
-    "local": (P("x", None), P(None, None), P("x", None)),
-    "all_gather": (P("x", None), P(None, "x"), P(None, "x")),
-    "reduce_scatter": (P(None, "x"), P("x", None), P("x", None)),
-    "all_reduce": (P(None, "x"), P("x", None), P(None, None)),
-    "grid": (P("x", "y"), P("x", "y"), P("x", "y")),
-}
+_PATTERNS = ("local", "all_gather", "reduce_scatter", "all_reduce", "grid")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,38 +30,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=int, help=text)
     parser.add_argument("--mesh", type=int, default=4, help="how many devices share the product (4)")
     parser.add_argument("--dtype", default="f32", help="type of the operands: f32, bf16, f64, ... (f32)")
-    parser.add_argument("--pattern", choices=("all", *PATTERNS), default="all", help="how they share it (all)")
+    parser.add_argument("--pattern", choices=("all", *_PATTERNS), default="all", help="how they share it (all)")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each contender of each pattern (1)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Compares jaxmp's and XLA's product of each pattern, times both if their results agree, and prints. Returns 1 if
-    some do not, else 0. Raises CommandError if no pattern takes the extents, and for too few devices."""
+def run(options: argparse.Namespace) -> Result:
+    """Compares jaxmp's and XLA's product of each pattern, and times both if their results agree. The status is 1 if
+    some do not. Raises CommandError if no pattern takes the extents, and for too few devices."""
     extents, dtype = (options.m, options.k, options.n), dtype_of(options.dtype)
     product = "x".join(map(str, extents))
-    names = [x for x in PATTERNS if options.pattern in ("all", x) and _divides(x, options.mesh, extents)]
-    if not names:
+    layouts = list(_layouts(options.mesh, extents, options.pattern))
+    if not layouts:
         raise CommandError(f"{options.mesh} devices do not divide {product} for --pattern {options.pattern}")
-    devices = require_devices(options.mesh)
+    require_devices(options.mesh)
     results, wrong = [], []
     with jax.enable_x64(True):
-        for name in counted("bench", names):
-            calls, implementation = contenders(name, devices, extents, dtype)
+        for layout in counted("bench", layouts):
+            name, (calls, implementation) = _pattern(layout), contenders(layout, extents, dtype)
             if error := disagreement(calls, options.k, dtype):
                 wrong.append(f"{name}: {error}")
             else:
                 seconds = interleaved(calls, options.seconds)
                 results.append({"pattern": name, "implementation": implementation, "seconds": seconds})
     flops = 2 * math.prod(extents) * (4 if jnp.issubdtype(dtype, jnp.complexfloating) else 1)
-    if options.json:
-        print_json({"flops": flops, "dtype": dtype, "devices": options.mesh, "rows": results, "wrong": wrong})
-    else:
-        print(f"{product} {dtype} on {options.mesh} devices")
-        print_table([("pattern", "by", "ms", "XLA ms", "Gflop/s", "XLA / jaxmp"), *(_cells(x, flops) for x in results)])
-        for each in wrong:
-            print(f"WRONG {each}")
-    return int(bool(wrong))
+    head = "pattern", "by", "ms", "XLA ms", "Gflop/s", "XLA / jaxmp"
+    lines = table([head, *(_cells(x, flops) for x in results)]) + [f"WRONG {each}" for each in wrong]
+    text = "\n".join([f"{product} {dtype} on {options.mesh} devices", *lines])
+    value = {"flops": flops, "dtype": dtype, "devices": options.mesh, "rows": results, "wrong": wrong}
+    return Result(text, value, int(bool(wrong)))
 
 
 def _cells(result: dict[str, Any], flops: int) -> tuple[str, ...]:
@@ -76,51 +66,43 @@ def _cells(result: dict[str, Any], flops: int) -> tuple[str, ...]:
     return result["pattern"], result["implementation"], *numbers
 
 
-def _divides(name: str, ndevices: int, extents: tuple[int, int, int]) -> bool:
-    """True if the devices divide the operands and the result of a pattern, and for a grid, if they make one."""
+def _pattern(layout: Layout) -> str:
+    return layout.name.replace("-", "_")
+
+
+def _layouts(ndevices: int, extents: tuple[int, int, int], pattern: str) -> Iterator[Layout]:
+    """Yields the layouts of `pattern`, or of all `_PATTERNS`, on meshes of `ndevices` devices that divide operands and
+    result; no grid of one column."""
     m, k, n = extents
-    if min(ndevices, *extents) < 1:
-        return False
-    sizes = _axes(name, ndevices)
-    return sizes.get("y") != 1 and all(
-        extent % sizes[axis] == 0
-        for spec, shape in zip(PATTERNS[name], ((m, k), (k, n), (m, n)), strict=True)
-        for axis, extent in zip(spec, shape, strict=True)
-        if axis
-    )
-
-
-def _axes(name: str, ndevices: int) -> dict[str, int]:
-    """Returns the axes of the mesh: one, or for a grid two as equal as they can be, the larger one first."""
-    if name != "grid":
-        return {"x": ndevices}
-    columns = max(i for i in range(1, math.isqrt(ndevices) + 1) if ndevices % i == 0)
-    return {"x": ndevices // columns, "y": columns}
+    for layout in testing.layouts(ndevices) if min(ndevices, *extents) > 0 else ():
+        sizes, specs = dict(layout.mesh), (layout.a, layout.b, layout.d)
+        shards = [
+            (extent, sizes[axis])
+            for spec, shape in zip(specs, ((m, k), (k, n), (m, n)), strict=True)
+            for axis, extent in zip(spec, shape, strict=True)
+            if isinstance(axis, str)
+        ]
+        is_mesh = math.prod(sizes.values()) == ndevices and sizes.get("y") != 1
+        is_asked = _pattern(layout) in _PATTERNS and pattern in ("all", _pattern(layout))
+        if is_mesh and is_asked and all(extent % size == 0 for extent, size in shards):
+            yield layout
 
 
 def contenders(
-    name: str, devices: list[jax.Device], extents: tuple[int, int, int], dtype: str
+    layout: Layout, extents: tuple[int, int, int], dtype: str
 ) -> tuple[dict[str, Callable[[], jax.Array]], str]:
     """Returns ({"jaxmp" and "xla": a function that runs its product, already compiled, on the same random operands},
-    jaxmp's implementation). `name`: a key of `PATTERNS`. `extents`: (m, k, n)."""
-    (m, k, n), (*of_operands, of_d), axes = extents, PATTERNS[name], _axes(name, len(devices))
-    kinds = (AxisType.Explicit,) * len(axes)
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices)
-    rng, to = np.random.default_rng(0), NamedSharding(mesh, of_d)
+    jaxmp's implementation). `extents`: (m, k, n)."""
+    (m, k, n), mesh, rng = extents, layout.make_mesh(), np.random.default_rng(0)
+    specs = (layout.a, layout.b)
     operands = [
         place(rng.uniform(-1, 1, shape).astype(jnp.dtype(dtype)), mesh, spec)
-        for shape, spec in zip(((m, k), (k, n)), of_operands, strict=True)
+        for shape, spec in zip(((m, k), (k, n)), specs, strict=True)
     ]
-    ours = functools.partial(matmul, out_sharding=to)
+    ours = functools.partial(matmul, in_shardings=specs, out_sharding=layout.d, mesh=mesh)
     row = explain(ours, quiet=True)(*operands).rows[-1]
-
-    def theirs(a: jax.Array, b: jax.Array) -> jax.Array:
-        if name == "grid":  # jnp takes no contraction that is sharded over two axes
-            a, b = jax.sharding.reshard(a, P("x", None)), jax.sharding.reshard(b, P(None, "y"))
-        return jnp.matmul(a, b, out_sharding=to)
-
-    with jax.set_mesh(mesh):
-        calls = {each: jax.jit(f).lower(*operands).compile() for each, f in (("jaxmp", ours), ("xla", theirs))}
+    theirs = jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, layout.d))
+    calls = {"jaxmp": jax.jit(ours).lower(*operands).compile(), "xla": theirs.lower(*operands).compile()}
     return {each: functools.partial(call, *operands) for each, call in calls.items()}, row.implementation
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import importlib.util
 import math
 import re
+import runpy
 import sys
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._src.tools.cli.output import CommandError, dtype_of, print_json, require_devices
+from jaxmp._src.tools.cli.output import CommandError, Result, dtype_of, require_devices
 from jaxmp._src.tools.explain import explain as explain_lib
-from jaxmp._src.tools.explain.compiled import CompiledExplanation
-from jaxmp._src.tools.explain.table import Explanation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,67 +32,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", default="", help="mesh of explicit axes that is set meanwhile: x=4 or x=2,y=2")
     parser.add_argument("--hardware", help="predict times on this, h100-8, h200-8 or gb200-nvl72")
     parser.add_argument("--compiled", action="store_true", help="compile it: every collective, its cause, and memory")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Prints the explanation and returns 0. Raises CommandError for a mistake in options, function or types, and what
-    `explain` raises."""
+def run(options: argparse.Namespace) -> Result:
+    """Returns the explanation; as JSON its rows, and of a compiled program also its memory and the rows of its calls.
+    Raises CommandError for a mistake in options, function or types, and what `explain` raises."""
     mesh, compiled = mesh_of(options.mesh), bool(options.compiled)
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         function, arguments = program(options.function, options.arguments, mesh)
         explained = explain_lib.explain(function, quiet=True, hardware=options.hardware, compiled=compiled)
-        explanation = explained(*arguments)
-    if options.json:
-        print_json(_json_of(explanation))
-    else:
-        print(explanation)
-    return 0
-
-
-def _json_of(explanation: Explanation | CompiledExplanation) -> Any:
-    """Returns the rows as dicts; for a compiled program a dict of "rows", "memory" and "calls" (rows of its calls)."""
-    rows = [dataclasses.asdict(row) for row in explanation.rows]
-    if isinstance(explanation, Explanation):
-        return rows
-    memory = dataclasses.asdict(explanation.memory) if explanation.memory is not None else None
-    return {"rows": rows, "memory": memory, "calls": _json_of(explanation.calls)}
+        found = explained(*arguments)
+    value = {"rows": found.rows, "memory": found.memory, "calls": found.calls.rows} if compiled else found.rows
+    return Result(str(found), value)
 
 
 def program(
-    place: str, types: Sequence[str], mesh: Mesh | None
+    place: str, arguments: Sequence[str], mesh: Mesh | None
 ) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
-    """Returns (function at "FILE.py:NAME", arguments of these types, sharded over `mesh` if there is one). Raises
-    CommandError as `_load` and `argument_of` do."""
-    return _load(place), [argument_of(text, mesh) for text in types]
-
-
-def _load(place: str) -> Callable[..., Any]:
-    """Runs the file of "FILE.py:NAME", with its folder on the import path meanwhile, and returns what has that name in
-    it; a name with dots is an attribute. Raises CommandError for text of another form, if there is no such Python
-    file, or if nothing callable has the name; and what the file raises."""
+    """Runs the file of `place`, "FILE.py:NAME", with its folder on the import path meanwhile. Returns (what has that
+    name in it, its arguments as `argument_of` reads them); a name with dots is an attribute. Raises CommandError for
+    text of another form, if there is no such file, or if nothing callable has the name; and what the file raises."""
     path, _, name = place.rpartition(":")
     file = Path(path)
     if not path or not name:
         raise CommandError(f"takes FILE.py:FUNCTION, got {place!r}")
     if not file.is_file():
         raise CommandError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    if spec is None or spec.loader is None:
-        raise CommandError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(file.resolve().parent))
     try:
-        spec.loader.exec_module(module)
+        found: Any = types.SimpleNamespace(**runpy.run_path(path, run_name=file.stem))
     finally:
         sys.path.pop(0)
-    found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)
     if not callable(found):
         raise CommandError(f"{path} has no function {name}")
-    function: Callable[..., Any] = found
-    return function
+    return found, [argument_of(text, mesh) for text in arguments]
 
 
 def mesh_of(text: str) -> Mesh | None:

@@ -23,7 +23,7 @@ from jaxmp._src.platform.hardware.processor import processor
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime import config, cuda_libraries, native
 from jaxmp._src.tools.cli import calibrate
-from jaxmp._src.tools.cli.output import CommandError, make_cpu_devices, print_json, print_table
+from jaxmp._src.tools.cli.output import CommandError, Result, make_cpu_devices, table
 
 _PACKAGES = (
     *("jaxmp", "jax", "jaxlib", "numpy", "ml_dtypes", "scipy-openblas32", "opt_einsum"),
@@ -38,13 +38,12 @@ _CALIBRATED = 4
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibrate", action="store_true", help='measure this machine\'s rates for hardware="this"')
     parser.add_argument("--job", action="store_true", help="join the job that mpiexec or srun starts, and describe it")
-    parser.add_argument("--json", action="store_true", help="print JSON, to be pasted into a bug report")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Prints `facts` and returns 0. --calibrate measures this machine and stores the rates first. --job and --calibrate
-    join a job of several processes if there is one; only its first process stores and prints. Raises CommandError for
-    --job outside of a job."""
+def run(options: argparse.Namespace) -> Result:
+    """Returns `facts`. --calibrate measures this machine and stores the rates first. --job and --calibrate join a job
+    of several processes if there is one; only its first process stores, and the others have no text. Raises
+    CommandError for --job outside of a job."""
     found = config.launcher() if options.job or options.calibrate else None
     if options.job and not found:
         raise CommandError("--job needs a job of processes; start one: mpiexec -n 4 jaxmp info --job, or srun")
@@ -57,14 +56,10 @@ def run(options: argparse.Namespace) -> int:
         measured = calibrate.measure()
         if is_first:
             calibration.save(measured)
-    sections = facts()
-    if options.json and is_first:
-        print_json(sections)
-    elif is_first:
-        for title, section in sections.items():
-            print(title)
-            print_table((f"  {name}", _text(value)) for name, value in section.items())
-    return 0
+    sections, lines = facts(), list[str]()
+    for title, section in sections.items() if is_first else ():
+        lines += [title, *table((f"  {name}", _text(value)) for name, value in section.items())]
+    return Result("\n".join(lines), sections)
 
 
 def facts() -> dict[str, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """`python -m jaxmp` and the script `jaxmp`: reads the command line and runs one command.
 
-A command is a module with `add_arguments(parser)` and `run(options)`, which returns the exit status. Its docstring is
-the text of --help.
+A command is a module with `add_arguments(parser)` and `run(options)`, which returns a `Result`. Its docstring is the
+text of --help.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     other than CommandError. Wrong arguments end in argparse's SystemExit."""
     options = _parser().parse_args(arguments)
     try:
-        return int(_COMMANDS[options.command].run(options))
+        result = _COMMANDS[options.command].run(options)
+        result.show(as_json=options.json)
+        return result.status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader, `head` for one, has seen enough
@@ -53,5 +55,6 @@ def _parser() -> argparse.ArgumentParser:
         text = str(module.__doc__)
         command = commands.add_parser(name, help=text.partition(":")[0], description=text)
         command.add_argument("--traceback", action="store_true", help="show where an unexpected error comes from")
+        command.add_argument("--json", action="store_true", help="print JSON")
         module.add_arguments(command)
     return parser

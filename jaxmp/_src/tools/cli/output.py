@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.runtime import config
 from jaxmp._src.platform.runtime.text import aligned
 
 Item = TypeVar("Item")
@@ -21,13 +22,26 @@ class CommandError(Exception):
     """Why a command cannot run, in one line."""
 
 
-def print_table(rows: Iterable[Sequence[Any]]) -> None:
-    """Prints rows with aligned columns; the first row may be a header."""
-    print(*aligned([list(map(str, row)) for row in rows]), sep="\n")
+class Result(NamedTuple):
+    """What a command prints, its `text` or with --json its `value`, and its exit status."""
+
+    text: str
+    value: Any
+    status: int = 0
+
+    def show(self, *, as_json: bool) -> None:
+        """Prints the text, unless it is empty, or JSON: a dataclass with its fields, a sharding as a list."""
+        if self.text:
+            print(json.dumps(self.value, indent=1, default=_as_json) if as_json else self.text)
 
 
-def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1, default=list))  # shardings have no form of their own
+def _as_json(value: Any) -> Any:
+    return vars(value) if dataclasses.is_dataclass(value) else list(value)
+
+
+def table(rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Returns lines of rows with aligned columns; the first row may be a header."""
+    return aligned([list(map(str, row)) for row in rows])
 
 
 def counted(what: str, items: Sequence[Item]) -> Iterator[Item]:
@@ -53,8 +67,7 @@ def make_cpu_devices(count: int) -> None:
     """Makes JAX create this many CPU devices. Does nothing if its backend has started, or if XLA_FLAGS says how
     many."""
     if not jax_compat.backend_exists():
-        with contextlib.suppress(RuntimeError):  # XLA_FLAGS has said how many
-            jax.config.update("jax_num_cpu_devices", count)
+        config.add_xla_flag("xla_force_host_platform_device_count", str(count))
 
 
 _SHORT_TYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn", "f8": "float8_e4m3fn"}

@@ -42,13 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(*testing.IMPLEMENTATIONS, testing.ON_GPUS),
         help="who computes; by default the rule, and on CPUs both for the promises about bits",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Runs the checks and prints their results, as a table or with --json as JSON. A check that raises has failed, and
-    the next one runs. Returns 1 if one fails, else 0. Raises CommandError for too few devices, or "cublasmp" without a
-    GPU."""
+def run(options: argparse.Namespace) -> output.Result:
+    """Runs the checks. A check that raises has failed, and the next one runs. The status is 1 if one fails. Raises
+    CommandError for too few devices, or "cublasmp" without a GPU."""
     output.make_cpu_devices(options.devices or _DEVICES[-1])
     platform = jax.default_backend()
     if options.implementation == testing.ON_GPUS and platform != "gpu":
@@ -66,16 +64,12 @@ def run(options: argparse.Namespace) -> int:
                 error = f"{type(raised).__name__}: {raised}"
             results.append({"check": check.promise, "of": check.subject, "error": error})
     seconds, failed = time.perf_counter() - started, [result for result in results if result["error"]]
-    if options.json:
-        output.print_json({"passed": not failed, "seconds": seconds, "checks": results})
-        return int(bool(failed))
     ran, wrong = (collections.Counter(result["check"] for result in some) for some in (results, failed))
-    output.print_table([("check", "run", "failed"), *((kind, ran[kind], wrong[kind]) for kind in ran)])
-    for result in failed:
-        print(f"FAILED {result['check']} of {result['of']}: {result['error']}")
-    if not failed:
-        print(f"jaxmp works on this machine ({seconds:.0f} s).")
-    return int(bool(failed))
+    lines = output.table([("check", "run", "failed"), *((kind, ran[kind], wrong[kind]) for kind in ran)])
+    lines += [f"FAILED {result['check']} of {result['of']}: {result['error']}" for result in failed]
+    lines += [] if failed else [f"jaxmp works on this machine ({seconds:.0f} s)."]
+    value = {"passed": not failed, "seconds": seconds, "checks": results}
+    return output.Result("\n".join(lines), value, int(bool(failed)))
 
 
 def checks(ndevices: int, implementation: str | None, is_quick: bool) -> Iterator[Check]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxmp._src.core.contraction.contraction import Dim
-from jaxmp._src.tools.explain.row import Row
+from jaxmp._src.tools.explain.table import Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Matrix:
 
 
 def matrices(row: Row) -> tuple[Matrix, ...]:
-    """Returns op(A), op(B) and D of a call; () if `row` is a collective or a product that XLA computes, or if the mesh
-    is unknown. The array of a `ragged_dot` that has a matrix per group, B or D, is drawn as a matrix with a row for
-    each group, and its name is "B of groups" or "D of groups"."""
+    """Returns op(A), op(B) and D of a call; () if `row` is a collective or a product that XLA computes, or on one
+    device without a mesh. The array of a `ragged_dot` that has a matrix per group, B or D, is drawn as a matrix with a
+    row for each group, and its name is "B of groups" or "D of groups"."""
     if not row.placement or not row.mesh:
         return ()
     m, k, n = row.extents
@@ -98,7 +98,10 @@ _SUMS = {
 
 def sentence(row: Row) -> str:
     """Says in one sentence how devices compute a call: they sum partial products, multiply the rows of their groups,
-    receive blocks of A or B (said for device 0), or multiply what they hold."""
+    receive blocks of A or B (said for device 0), or multiply what they hold. If nothing is drawn, says who places the
+    matrices."""
+    if not matrices(row):
+        return "XLA decides which device holds what" if row.ndevices > 1 else "one device holds all"
     if row.pattern in _SUMS:
         return _SUMS[row.pattern]
     if not row.has_matrices:
@@ -110,3 +113,11 @@ def sentence(row: Row) -> str:
     if not parts:
         return "each device multiplies what it holds; nothing moves"
     return f"while it multiplies, device 0 receives the blocks of {' and '.join(parts)} in brackets"
+
+
+def title(row: Row) -> str:
+    """Returns one line: the program's line, the pattern, mesh axes with sizes, extents, types and the count."""
+    axes = " ".join(f"{name}={size}" for name, size in row.mesh)
+    extents = "x".join(map(str, row.extents))
+    count = f", {row.count} times" if row.count > 1 else ""
+    return f"{row.line}  {row.pattern} on {axes or 'one device'}: {extents}, {row.dtypes}{count}"

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 from jaxmp._src.core.validation.operand_checks import check_function
 from jaxmp._src.core.validation.public import public
 from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.tools.draw.blocks import Matrix, label, matrices, sentence, shown, title
 from jaxmp._src.tools.draw.svg import svg_of
-from jaxmp._src.tools.draw.text import text_of
 from jaxmp._src.tools.explain.explain import explain
-from jaxmp._src.tools.explain.row import Row
+from jaxmp._src.tools.explain.table import Row
+
+_MOST = 6  # blocks that are drawn along a dimension
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -32,7 +35,7 @@ class Drawing:
         return svg_of(self.rows)
 
     def __str__(self) -> str:
-        return "\n\n".join(map(text_of, self.rows)) if self.rows else "no jaxmp call in this program"
+        return "\n\n".join(map(_text_of, self.rows)) if self.rows else "no jaxmp call in this program"
 
     __repr__ = __str__
 
@@ -86,3 +89,32 @@ def draw(fn: Callable[..., Any]) -> Callable[..., Drawing]:
         return Drawing(tuple(rows.values()))
 
     return drawn
+
+
+def _text_of(row: Row) -> str:
+    """Returns the matrices of a call next to each other, with each block's devices, and the sentence about it."""
+    parts = [_lines(matrix, row.ndevices) for matrix in matrices(row)]
+    height = max(map(len, parts), default=0)
+    padded = [[*part, *[" " * len(part[0])] * (height - len(part))] for part in parts]
+    lines = ["   ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
+    return "\n".join([title(row), *(f"  {line}" for line in lines), f"  {sentence(row)}"])
+
+
+def _lines(matrix: Matrix, ndevices: int) -> list[str]:
+    """Returns the lines of a table of a matrix: each block's devices, in brackets if device 0 receives the block; "..."
+    for blocks that `shown` leaves out."""
+    rows, columns = (shown(count, _MOST) for count in matrix.grid)
+    cells = []
+    for i in rows:
+        line = []
+        for j in columns:
+            text = "..." if i is None or j is None else label(matrix.blocks[i, j], ndevices)
+            line.append(f"[{text}]" if (i, j) in matrix.received else f" {text} ")
+        cells.append(line)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    rule = "+" + "+".join("-" * width for width in widths) + "+"
+    body = ("|" + "|".join(map(str.center, line, widths)) + "|" for line in cells)
+    lines = [rule, *itertools.chain.from_iterable((line, rule) for line in body)]
+    name = f"{matrix.name} {matrix.shape[0]}x{matrix.shape[1]}"
+    width = max(len(name), len(rule))
+    return [line.ljust(width) for line in (name, *lines)]

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from jaxmp._src.tools.explain.hlo import Computation, Instruction
 from jaxmp._src.tools.explain.loops import multiplies, summed_once
 from jaxmp._src.tools.explain.origins import Origins, is_call
-from jaxmp._src.tools.explain.row import Row
-from jaxmp._src.tools.explain.search import Cause
-from jaxmp._src.tools.explain.values import Values
+from jaxmp._src.tools.explain.table import Row
+from jaxmp._src.tools.explain.values import Cause, Values
 
 # A call in its computation, and the numbers of its operands a and b.
 Site = tuple[Computation, Instruction, tuple[int, int]]

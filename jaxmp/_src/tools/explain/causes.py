@@ -16,8 +16,7 @@ from jaxmp._src.tools.explain.loops import summed_once
 from jaxmp._src.tools.explain.operations import ALONG, NAMED, UNSPLIT, cheaper_way, cumulative
 from jaxmp._src.tools.explain.origins import ASKING, OF_SCAN, Dim, Origins, asker, function, is_backward, summed, value
 from jaxmp._src.tools.explain.partitioned import Place
-from jaxmp._src.tools.explain.search import Cause, Search, chain
-from jaxmp._src.tools.explain.values import Edge, Values, joined, shard
+from jaxmp._src.tools.explain.values import Cause, Edge, Search, Values, chain, joined, shard
 
 # JAX's collectives, which a program calls explicitly.
 _WRITTEN = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "all_gather_reduced"}

@@ -24,8 +24,7 @@ from jaxmp._src.tools.explain.hlo import COLLECTIVES, Computation, Instruction, 
 from jaxmp._src.tools.explain.memory import Memory, memory_notes, memory_of, shape_of, size_of
 from jaxmp._src.tools.explain.origins import Origins
 from jaxmp._src.tools.explain.partitioned import Program, groups_of
-from jaxmp._src.tools.explain.row import Row
-from jaxmp._src.tools.explain.table import Explanation
+from jaxmp._src.tools.explain.table import Explanation, Row
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,12 +10,11 @@ from typing import Any, Literal, overload
 import jax
 
 from jaxmp._src.core.sharding import partitioner
-from jaxmp._src.core.validation.operand_checks import check_flag, check_function
+from jaxmp._src.core.validation.operand_checks import check_flag, check_function, is_array
 from jaxmp._src.core.validation.public import public
 from jaxmp._src.platform.hardware.hardware import Hardware, hardware_of
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime import native
-from jaxmp._src.tools.explain.arrays import split_arrays
 from jaxmp._src.tools.explain.compiled import (
     CompiledExplanation,
     Operation,
@@ -182,3 +181,26 @@ class _Explained:
                 return traced
         args, kwargs, fn_of_arrays = split_arrays(self._fn, args, kwargs)
         return jax.jit(fn_of_arrays).trace(*args, **kwargs)
+
+
+def split_arrays(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], Callable[..., Any]]:
+    """Returns (args with None for each leaf that is no array; kwargs in the same way; `fn` as a function of them, with
+    the other leaves bound). The function keeps the argument names of `fn` and returns a list of the arrays in the
+    result, and of new ones that `fn` has put into its arguments."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+
+    @functools.wraps(fn, updated=())
+    def fn_of_arrays(*args: Any, **kwargs: Any) -> list[Any]:
+        arrays = jax.tree.leaves((args, kwargs))
+        given = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
+        args, kwargs = jax.tree.unflatten(tree, given.values())
+        results = jax.tree.leaves(fn(*args, **kwargs))
+        unchanged = {*map(id, arrays)}
+        results += [leaf for leaf in jax.tree.leaves((args, kwargs)) if id(leaf) not in unchanged]
+        return [leaf for leaf in results if is_array(leaf)]
+
+    args, kwargs = jax.tree.unflatten(tree, [leaf if is_array(leaf) else None for leaf in leaves])
+    return args, kwargs, fn_of_arrays

@@ -24,7 +24,6 @@ COLLECTIVES = (
     "collective-broadcast",
 )
 
-_PLAIN = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ([^( ]+) ([\w\-]+)\(([^()]*)\)(?:, )?(.*)")
 _HEAD = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _BRACKET = re.compile(r'\\.|["(){}\[\]]')
 _OPERAND = re.compile(r"%([\w.\-]+)(?:#(\d+))?")
@@ -46,10 +45,11 @@ class Instruction:
     attributes: str
     is_root: bool
 
-    @property
+    @functools.cached_property
     def op_name(self) -> str:
         """JAX's name of the equation, "jit(step)/transpose(jvp())/dot_general"; for a parameter the argument's name."""
-        return _op_name(self.attributes)
+        found = _OP_NAME.search(self.attributes)
+        return found[1].replace("\\'", "'") if found else ""
 
     @property
     def is_argument(self) -> bool:
@@ -72,10 +72,11 @@ class Instruction:
     def sharding(self) -> str:
         return self.attribute("sharding")
 
-    @property
+    @functools.cached_property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """(type, extents) of the result, or of each part of a tuple, as a list."""
-        return _shapes(self.type)
+        found = re.findall(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\]", self.type)
+        return [(kind, tuple(int(n.lstrip("<=")) for n in extents.split(",") if n)) for kind, extents in found]
 
     @property
     def results(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -115,30 +116,17 @@ class Instruction:
         return ints(self.attribute(name))
 
 
-@functools.lru_cache(8192)  # here and below: layers repeat the texts of their instructions
-def _op_name(attributes: str) -> str:
-    found = _OP_NAME.search(attributes)
-    return found[1].replace("\\'", "'") if found else ""
-
-
-@functools.lru_cache(8192)
-def _shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
-    found = re.findall(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\]", text)
-    return [(kind, tuple(int(n.lstrip("<=")) for n in extents.split(",") if n)) for kind, extents in found]
-
-
-@functools.lru_cache(8192)
-def _attribute(attributes: str, name: str) -> str:
-    """Returns the text of the attribute `name` without the braces around it; "" if there is none."""
-    at = attributes.find(f"{name}=")
-    while at > 0 and attributes[at - 1] not in " ,":  # the end of a longer name
-        at = attributes.find(f"{name}=", at + 1)
+@functools.lru_cache(8192)  # layers repeat the texts of their instructions
+def _attribute(text: str, name: str) -> str:
+    at = text.find(f"{name}=")
+    while at > 0 and text[at - 1] not in " ,":  # the end of a longer name
+        at = text.find(f"{name}=", at + 1)
     if at < 0:
         return ""
-    text = attributes[at + len(name) + 1 :]
-    if text[:1] == "{":
-        return text[1 : _closing(text, 0)]
-    return re.match(r"[^ ,]*", text)[0]  # type: ignore[index]
+    start = at + len(name) + 1
+    if text[start : start + 1] == "{":
+        return text[start + 1 : _closing(text, start)]
+    return re.match(r"[^ ,]*", text[start:])[0]  # type: ignore[index]
 
 
 @functools.lru_cache(8192)
@@ -150,11 +138,8 @@ class Computation:
     """The instructions in the order of the text. A scheduled module runs them in this order."""
 
     def __init__(self, name: str, lines: list[str]) -> None:
-        self.name, self._lines = name, lines
-
-    @functools.cached_property
-    def instructions(self) -> Mapping[str, Instruction]:
-        return {each.name: each for each in map(_instruction, self._lines) if each is not None}
+        self.name = name
+        self.instructions = {each.name: each for each in map(_instruction, lines) if each is not None}
 
     @functools.cached_property
     def root(self) -> Instruction:
@@ -167,11 +152,6 @@ class Computation:
             for name in dict.fromkeys(each.operands):
                 users[name].append(each)
         return users
-
-    @functools.cached_property
-    def multiplies(self) -> bool:
-        """True if an instruction is a product."""
-        return any(" dot(" in line or "__cublas" in line for line in self._lines)
 
     def operands(self, of: Instruction) -> list[Instruction]:
         return [self.instructions[name] for name in of.operands]
@@ -186,7 +166,7 @@ class Frame(NamedTuple):
 
 
 class Module:
-    """A program of XLA from its text, parsed lazily."""
+    """A program of XLA from its text."""
 
     def __init__(self, text: str) -> None:
         self.entry = ""
@@ -232,14 +212,11 @@ class Module:
 
     def executed(self, name: str = "", count: int | None = 1) -> Iterator[tuple[Computation, int | None]]:
         """Yields (computation, how often the program runs it): the computation `name`, or the entry, which runs
-        `count` times, and what it runs (`called_by`). None stands for an unknown number. Leaves out fusions without
-        a product."""
+        `count` times, and what it runs (`called_by`). None stands for an unknown number."""
         computation = self.computations[name or self.entry]
         yield computation, count
         for each in computation.instructions.values():
             for called, times in called_by(each):
-                if each.opcode == "fusion" and not self.computations[called].multiplies:
-                    continue  # nothing but operations on elements
                 yield from self.executed(called, None if None in (count, times) else count * times)  # type: ignore[operator]
 
 
@@ -303,18 +280,15 @@ def _of_user(stack: Sequence[Frame]) -> Sequence[Frame]:
 
 def _instruction(line: str) -> Instruction | None:
     """Reads an instruction from its line; None for another line."""
-    if found := _PLAIN.match(line):  # matches most lines and takes a third of the time
-        root, name, kind, opcode, inner, attributes = found.groups()
-    elif head := _HEAD.match(line):
-        root, name = head.groups()
-        at = head.end()
-        end = _closing(line, at) + 1 if line[at] == "(" else line.index(" ", at)
-        start = line.index("(", end)
-        stop = _closing(line, start)
-        kind, opcode, inner = line[at:end], line[end:start].strip(), line[start + 1 : stop]
-        attributes = line[stop + 1 :].lstrip(", ")
-    else:
+    if (head := _HEAD.match(line)) is None:
         return None
+    root, name = head.groups()
+    at = head.end()
+    end = _closing(line, at) + 1 if line[at] == "(" else line.index(" ", at)
+    start = line.index("(", end)
+    stop = _closing(line, start)
+    kind, opcode, inner = line[at:end], line[end:start].strip(), line[start + 1 : stop]
+    attributes = line[stop + 1 :].lstrip(", ")
     operands = [("", inner)] if opcode == "parameter" else []
     operands = operands if opcode in ("constant", "parameter", "iota") else _OPERAND.findall(inner)
     names, parts = tuple([name for name, _ in operands if name]), tuple([part for _, part in operands])

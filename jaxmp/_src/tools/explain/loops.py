@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterable
 from jaxmp._src.tools.explain.hlo import MOVES, Instruction
 from jaxmp._src.tools.explain.origins import OF_SCAN, Dim, is_backward, is_call, value
 from jaxmp._src.tools.explain.partitioned import Place
-from jaxmp._src.tools.explain.search import Cause, chain
-from jaxmp._src.tools.explain.values import Values
+from jaxmp._src.tools.explain.values import Cause, Values, chain
 
 # Linear operations that pass a gradient on. `Origins.users` follows it into and out of loops.
 _LINEAR = MOVES | {"add", "while", "dynamic-update-slice", "custom-call", "call"}

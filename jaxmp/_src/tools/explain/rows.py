@@ -35,7 +35,7 @@ from jaxmp._src.platform.hardware.call_time import Transfer
 from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering
 from jaxmp._src.platform.runtime.types import is_symbolic
 from jaxmp._src.tools.explain import shards
-from jaxmp._src.tools.explain.row import Row
+from jaxmp._src.tools.explain.table import Row
 
 # The primitive of `jax.lax.with_sharding_constraint`.
 _CONSTRAINT = "sharding_constraint"

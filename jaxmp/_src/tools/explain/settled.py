@@ -11,8 +11,8 @@ from jaxmp._src.platform.jax_internals import jax_partitioner
 from jaxmp._src.platform.jax_internals.jax_partitioner import Global
 from jaxmp._src.tools.explain.hlo import Instruction, Module
 from jaxmp._src.tools.explain.partitioned import split
-from jaxmp._src.tools.explain.row import Row
 from jaxmp._src.tools.explain.rows import UNSETTLED, UNSETTLED_BATCH, settled_row
+from jaxmp._src.tools.explain.table import Row
 
 
 def with_settled(rows: Sequence[Row], whole: Module | None, *, has_batches: bool) -> list[Row]:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+import re
+import string
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,8 +19,35 @@ from jaxmp._src.core.validation.operand_checks import check_function
 from jaxmp._src.core.validation.public import public
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime import native
-from jaxmp._src.tools.profile import timeline, trace
-from jaxmp._src.tools.profile.trace import OTHERS, Event
+
+_COLUMNS = 72  # of the timeline
+# Everything that is not a call of jaxmp.
+_OTHERS = "other operations"
+# A call in a program's text: its name, and the range of jaxmp's in its metadata.
+_INSTRUCTION = re.compile(r"(?:ROOT )?%?(\S+) = ")
+_RANGE = re.compile(r'op_name="[^"]*?jaxmp (\w+ \d+x[^"/]+)/')
+_TARGETS = (native.TARGET, native.GROUPED_TARGET, native.START_TARGET, native.COLLECT_TARGET)
+_CALLS = tuple(f'custom_call_target="{target}"' for target in _TARGETS)
+# Instructions that contain others, and so include their times.
+_HOLDERS = re.compile(r"(while|call|conditional)(\.\d+)?$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One operation that a device ran.
+
+    Attributes:
+      name: of a call the pattern, m x k x n, types, level and kernel; otherwise XLA's name of the operation.
+      is_call: whether it is a call of jaxmp's.
+      device: by its place among this process's devices.
+      start, seconds: since the first event of the run, and how long.
+    """
+
+    name: str
+    is_call: bool
+    device: int
+    start: float
+    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +69,7 @@ class CallTimes:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Profile:
-    """A profile of the devices while a program ran: `str` gives a table and a timeline, notebooks show a picture.
+    """A profile of the devices while a program ran: `str` gives a table and a timeline.
 
     A device that waits for its peers within a call is busy with the call. So where devices share few cores, the times
     of calls include waiting.
@@ -45,7 +78,6 @@ class Profile:
       events: every operation of every device.
       seconds: from the first event to the end of the last.
       calls: the seconds of each kind of call, the longest first, and the seconds of everything else at the end.
-      svg: the timeline as the text of an SVG file.
       imbalance: how unevenly rows are divided among groups (`ragged_dot`): the rows of the largest group over the mean
         of all groups. None without such products on CPU devices.
     """
@@ -61,17 +93,13 @@ class Profile:
     def calls(self) -> tuple[CallTimes, ...]:
         found: dict[str, list[Event]] = {}
         for event in self.events:
-            found.setdefault(event.name if event.is_call else OTHERS, []).append(event)
+            found.setdefault(event.name if event.is_call else _OTHERS, []).append(event)
         total = sum(event.seconds for event in self.events)
         rows = []
         for name, events in found.items():
             seconds = sum(event.seconds for event in events)
             rows.append(CallTimes(name, len(events), seconds, seconds / total if total else 0.0))
-        return tuple(sorted(rows, key=lambda row: (row.name == OTHERS, -row.seconds)))
-
-    @property
-    def svg(self) -> str:
-        return timeline.svg_of(self.events, self.seconds)
+        return tuple(sorted(rows, key=lambda row: (row.name == _OTHERS, -row.seconds)))
 
     def __str__(self) -> str:
         if not self.events:
@@ -80,14 +108,28 @@ class Profile:
         lines += [f"  {row.runs:5} {row.seconds * 1e6:9.0f}  {row.share:5.0%}  {row.name}" for row in self.calls]
         if self.imbalance is not None:
             lines.append(f"the largest group of rows has {self.imbalance:.1f} times the rows of an average group")
-        return "\n".join([*lines, "", *timeline.text_of(self.events, self.seconds)])
+        return "\n".join([*lines, "", *self._timeline()])
 
     def __repr__(self) -> str:
-        calls = sum(row.runs for row in self.calls if row.name != OTHERS)
+        calls = sum(row.runs for row in self.calls if row.name != _OTHERS)
         return f"Profile({calls} calls in {self.seconds * 1e6:.0f} us)"
 
-    def _repr_svg_(self) -> str:
-        return self.svg
+    def _timeline(self) -> list[str]:
+        """Returns a row for each device, and a legend. A letter is a kind of call, "*" any kind after the 26th, "."
+        another operation, and a blank nothing. If several share a column, a call is shown before other operations, and
+        then the longest."""
+        names = dict.fromkeys(event.name for event in self.events if event.is_call)
+        marks = dict(zip(names, itertools.chain(string.ascii_uppercase, itertools.repeat("*")), strict=False))
+        rows: dict[int, list[tuple[bool, float, str]]] = {}
+        total = self.seconds or 1.0
+        for event in self.events:
+            row = rows.setdefault(event.device, [(False, 0.0, " ")] * _COLUMNS)
+            ends = event.start, event.start + event.seconds
+            first, last = (min(int(_COLUMNS * time / total), _COLUMNS - 1) for time in ends)
+            for i in range(first, last + 1):
+                row[i] = max(row[i], (event.is_call, event.seconds, marks.get(event.name, ".")))
+        lines = [f"device {device:<3} |{''.join(mark for *_, mark in rows[device])}|" for device in sorted(rows)]
+        return [*lines, *(f"  {mark}  {name}" for name, mark in marks.items()), "  .  other operations"]
 
 
 @public
@@ -102,7 +144,7 @@ def profile(fn: Callable[..., Any], *, quiet: bool = False) -> Callable[..., Pro
       quiet: whether to return without printing.
 
     Returns:
-      A function of the same arguments that returns a `Profile`: `.calls`, `.events`, `.seconds` and `.svg`.
+      A function of the same arguments that returns a `Profile`: `.calls`, `.events` and `.seconds`.
 
     Raises: TypeError where `fn` is no function; RuntimeError where the profiler writes nothing, or another profile is
     being taken; and what `fn` raises.
@@ -123,7 +165,7 @@ def profile(fn: Callable[..., Any], *, quiet: bool = False) -> Callable[..., Pro
             has_groups = native.GROUPED_TARGET in compiled.as_text()
             if has_groups:
                 native.take_group_rows()
-            events = trace.run(compiled, lambda: compiled(*args, **kwargs))
+            events = _run(compiled, lambda: compiled(*args, **kwargs))
             largest, mean = native.take_group_rows() if has_groups else (0.0, 0.0)
             found = Profile(events, largest / mean if mean else None)
         if not quiet:
@@ -131,3 +173,65 @@ def profile(fn: Callable[..., Any], *, quiet: bool = False) -> Callable[..., Pro
         return found
 
     return profiled
+
+
+def _run(compiled: Any, call: Callable[[], Any]) -> tuple[Event, ...]:
+    """Runs `call()`, which runs the program `compiled`, under JAX's profiler, and waits for the results. Returns the
+    operations, sorted by start and device, with the first start as 0; () if there are none. Leaves out loops, branches
+    and calls, because the operations in them are there. Raises RuntimeError if the profiler writes nothing, or another
+    profile is being taken."""
+    ranges = _ranges_of(compiled.as_text())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(call())
+        files = sorted(Path(folder).rglob("*.xplane.pb"))
+        if not files:
+            raise RuntimeError("profile: JAX's profiler has written nothing")
+        events = list(_events(jax.profiler.ProfileData.from_file(str(files[0])), ranges))
+    first = min((event.start for event in events), default=0.0)
+    events = [dataclasses.replace(event, start=event.start - first) for event in events]
+    return tuple(sorted(events, key=lambda event: (event.start, event.device)))
+
+
+def _events(profile: Any, ranges: dict[str, str]) -> Iterator[Event]:
+    """Yields XLA's operations in a profile, without loops, branches and calls. Starts are on the profiler's clock.
+    `ranges`, from `_ranges_of`, name the jaxmp calls; other operations keep XLA's name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a type of jaxlib's has no module
+        for plane in profile.planes:
+            found = re.search(r"/device:\w+:(\d+)", plane.name)
+            of_plane = found[1] if found else "0"
+            for line in plane.lines:
+                for event in line.events:
+                    stats: dict[str, Any] = dict(event.stats)
+                    if "hlo_op" not in stats or _HOLDERS.match(event.name):
+                        continue
+                    device = int(stats.get("device_ordinal") or of_plane)
+                    name = ranges.get(event.name)
+                    yield Event(
+                        name or event.name, name is not None, device, event.start_ns * 1e-9, event.duration_ns * 1e-9
+                    )
+
+
+def _ranges_of(program: str) -> dict[str, str]:
+    """Returns a name for each jaxmp call in a compiled program's text, by the call's instruction. The name is the range
+    that jaxmp put around the call, or `_described` if XLA has dropped the range."""
+    found = {}
+    for line in map(str.strip, program.splitlines()):
+        if any(call in line for call in _CALLS) and (match := _INSTRUCTION.match(line)):
+            named = _RANGE.search(line)
+            found[match[1]] = named[1] if named else _described(line)
+    return found
+
+
+def _described(line: str) -> str:
+    """Returns "<pattern> <m>x<k>x<n> <types> <level>" for a call's line, from its attributes. The result has a and b as
+    in jaxmp; the attributes have them swapped, because libraries are column-major. A `ragged_dot` has no such
+    attributes: returns "ragged_dot <m>x<k>x<n> <types>"."""
+    of = dict(re.findall(r'(\w+) = "?([\w.]+)', line))
+    if "pattern" in of:
+        types = f"{of['dtype_b']}*{of['dtype_a']}->{of['dtype_d']}"
+        return f"{of['pattern']} {of['n']}x{of['k']}x{of['m']} {types} {of['determinism']}"
+    d, x, w = re.findall(r"(\w+)\[([\d,]*)\]", line)[:3]
+    (_, m, k), n = x[1].split(","), d[1].rpartition(",")[2]
+    return f"ragged_dot {m}x{k}x{n} {x[0]}*{w[0]}->{d[0]}"
