@@ -104,13 +104,7 @@ def _of_decoder(eqn: Any) -> Sequence[Any] | None:
     is_free = all(map(jax_tracing.is_unspecified, (*eqn.params["in_shardings"], *eqn.params["out_shardings"])))
     if consts or not (is_decoder and is_made and is_free):
         return None
-
-    def program(*args: Any) -> list[Any]:
-        values: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
-        jax_tracing.evaluate_each(jaxpr.eqns, values)
-        return [values[v] for v in jaxpr.outvars]
-
-    return spliced(eqn, program, eqn.invars)
+    return spliced(eqn, functools.partial(jax.core.eval_jaxpr, jaxpr, consts), eqn.invars)
 
 
 def _of_gather(graph: Graph, eqn: Any) -> Sequence[Any] | None:

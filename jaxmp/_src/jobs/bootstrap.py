@@ -7,7 +7,6 @@ import dataclasses
 import importlib
 import importlib.metadata
 import ipaddress
-import itertools
 import os
 import re
 import resource
@@ -260,8 +259,7 @@ _NOT_SHARED = "rank %d shares no memory with the others of its machine, so that 
 def neighbours(process: int, nprocesses: int) -> list[int]:
     """Returns the processes 1, 2, 4, ... ranks further on, around the end to rank 0. This process stays connected to
     them from the start, so that its end is noticed and passed on without a common call. They are always few."""
-    distances = itertools.takewhile(lambda distance: distance < nprocesses, (2**i for i in itertools.count()))
-    return [(process + distance) % nprocesses for distance in distances]
+    return [(process + 2**i) % nprocesses for i in range((nprocesses - 1).bit_length())]
 
 
 def bind_address(host: str, port: int) -> str | None:
