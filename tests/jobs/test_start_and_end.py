@@ -9,13 +9,17 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+import types
 
 import pytest
+from jaxlib import _jax
 from job import free_port, run
 
 import jaxmp
 from jaxmp._src.jobs import bootstrap
-from jaxmp._src.platform.runtime import config
+from jaxmp._src.platform.jax_internals import jax_distributed
+from jaxmp._src.platform.runtime import config, native
 
 
 def test_a_good_job_ends_with_0_and_leaves_nothing(tmp_path):
@@ -56,6 +60,56 @@ def test_all_ranks_that_do_not_come_are_named(monkeypatch):
     count = functools.partial(bootstrap._absent, "127.0.0.1", free_port(), nhere=5, nprocesses=8)
     with concurrent.futures.ThreadPoolExecutor(5) as pool:
         assert list(pool.map(count, (1, 2, 4, 6, 0))) == [["3", "5", "7"]] * 5
+
+
+class Client:
+    """A client of JAX's coordination service that counts its requests, and the bytes of their arguments and results."""
+
+    def __init__(self, client):
+        self.client, self.requests, self.nbytes = client, 0, 0
+
+    def __getattr__(self, name):
+        def request(*arguments, **options):
+            found = getattr(self.client, name)(*arguments, **options)
+            self.requests += 1
+            self.nbytes += len(repr((arguments, found)))
+            return found
+
+        return request
+
+
+def test_what_a_rank_asks_at_the_start_grows_with_its_neighbours_alone(monkeypatch):
+    """The ranks are threads, each with its own client of JAX's service, and 4 ranks are on one machine."""
+    own, most = threading.local(), {}
+    monkeypatch.setattr(jax_distributed, "distributed_client", lambda: own.client)
+    monkeypatch.setattr(native, "extension", lambda: types.SimpleNamespace(share_arena=lambda *_: None))
+    monkeypatch.setattr(native, "shared_processes", frozenset())
+
+    def share_arena(client, key, process):
+        client.key_value_set(f"{key}memory/{process // 4}/{process}", "4026531836-4026531837-0 /proc/1234567/fd/89")
+        return f"{process // 4}"
+
+    def start(address, nprocesses, process):
+        own.client = Client(_jax.get_distributed_runtime_client(address, process, use_compression=True))
+        own.client.client.connect()
+        found = bootstrap.join_job("127.0.0.1", process, nprocesses, 60, reach=60)
+        for peer in bootstrap.neighbours(process, nprocesses):
+            found.address_of(peer)
+        found.peers.close()
+        return own.client
+
+    monkeypatch.setattr(bootstrap, "_share_arena", share_arena)
+    for nprocesses in (8, 32):
+        address = f"127.0.0.1:{free_port()}"
+        service = _jax.get_distributed_runtime_service(address, nprocesses)
+        with concurrent.futures.ThreadPoolExecutor(nprocesses) as pool:
+            clients = list(pool.map(functools.partial(start, address, nprocesses), range(nprocesses)))
+            list(pool.map(lambda each: each.client.shutdown(), clients))
+        service.shutdown()
+        most[nprocesses] = [max(getattr(each, name) for each in clients) for name in ("requests", "nbytes")]
+    (few, of_few), (many, of_many) = most.values()
+    assert (few, many) == (9 + 3, 9 + 5)
+    assert of_many < 1.2 * of_few
 
 
 def test_strangers_at_the_start_are_no_peers(tmp_path):

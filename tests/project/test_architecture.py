@@ -164,11 +164,9 @@ PRIVATE = {
         "test_source_lines": "names of lines in notebooks and libraries",
     },
     "jobs": {
-        "many": "how many processes one is connected with, and what it sends them",
         "memory": "which processes share memory, and how much",
         "ranks": "ranks that end, or differ, at a moment in between",
         "schedules": "delays at random",
-        "start": "a start without processes",
         "test_peers": "connections without the rest of a process",
         "test_start_and_end": "addresses of machines and variables of launchers",
     },
