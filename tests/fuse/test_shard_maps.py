@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import with_gradient
 from compiled import collectives_of
 from jax import lax
 from jax.sharding import AxisType
@@ -108,16 +109,6 @@ CASES = (
 @pytest.fixture(scope="module")
 def mesh():
     return jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-
-
-def with_gradient(body):
-    """Returns the body's result and the gradients of all its arguments, within the same body."""
-
-    def both(*args):
-        y, pull = jax.vjp(body, *args)
-        return y, pull(y * 0 + 1)
-
-    return both
 
 
 def mapped(case, mesh, *, gradient=False):
