@@ -122,9 +122,9 @@ def _is_whole(graph: Graph, scale: Scale, eqn: Any) -> bool:
 
 def _of_narrow(graph: Graph, eqn: Any) -> Sequence[Any] | None:
     """Returns equations that compute a `dot_general` from its narrow weights, the larger ones if both operands are
-    narrow. Returns None without narrow weights, with a batch, weak types or types not in `WIDE`, and if
-    one scale varies along k and along columns. With scales returns None also if only a collective reads
-    the result, if not `_are_rows_known`, or if a scale is not sharded like what it multiplies."""
+    narrow. Returns None without narrow weights, with a batch, weak types or types not in `WIDE`, and if one scale
+    varies along k and along columns. With scales returns None also if only a collective reads the result, if not
+    `_are_rows_known`, or if a scale is not sharded like what it multiplies."""
     (contract, batch), out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     dtypes = [v.aval.dtype.name for v in eqn.invars]
     # A call of two types gives a weakly typed operand a weakly typed cotangent, but JAX's product does not.
