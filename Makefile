@@ -11,6 +11,8 @@ WITH   ?=
 CTEST  ?=
 
 .DEFAULT_GOAL := help
+.PHONY: help demo demo-mpi examples test test-quick test-python test-cpp test-process test-clients chaos \
+        test-xla-gpu test-gpu accept-gpus sanitize lint bench bench-hosts bench-microbatches bench-gpu docs
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 
@@ -71,65 +73,53 @@ define wheel_venv
 @touch $(1)/.ready
 endef
 
-.PHONY: help
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 	@echo "  Variables: PYTHON=<interpreter>, JAX=<version; empty: the newest>, ARGS=<more arguments>"
 	@echo "  Of the tests: RUN=<a script in place of pytest>, WITH=<more packages>, CTEST=<options of ctest>"
 
-.PHONY: demo
 demo: $(DEMO)/.ready ## Train the digits example on four CPU devices
 	@echo "step 4 of 4: running"
 	$(DEMO)/bin/python examples/01_digits_mlp.py $(ARGS)
 
-.PHONY: demo-mpi
 demo-mpi: $(MPI)/.ready ## Train over four processes that mpiexec starts; MPI comes from PyPI
 	@echo "step 4 of 4: running"
 	PATH="$(CURDIR)/$(MPI)/bin:$$PATH" JAX_PLATFORMS=cpu mpiexec -n 4 python examples/06_many_processes.py
 
-.PHONY: examples
 examples: $(DEMO)/.examples ## Run every example of one process
 	@for example in $(filter-out %_processes.py,$(wildcard examples/[0-9]*.py)); do echo "== $$example"; $(DEMO)/bin/python $$example; done
 
 # A sixth of the cases, another one in each run; tests without cases all run. The command line shows which, and
 # `make test SHARE=2/6` runs it again.
 SHARE ?= $(shell shuf -i 0-5 -n 1)/6
-.PHONY: test
 test: test-cpp ## Run the C++ tests and a drawn sixth of the Python tests' cases
 	@$(MAKE) --no-print-directory test-python ARGS="--share $(SHARE) $(ARGS)"
 
 # A case in 24 of the tests that tell most, for two minutes in a fresh clone; half of that compiles.
 QUICK = core/product/test_table.py core/product/test_numerics.py core/product/test_hlo.py core/determinism/test_determinism.py \
         fuse/test_programs.py core/errors/test_errors.py
-.PHONY: test-quick
 test-quick: $(TEST)/.ready ## Run some hundred Python tests, for a first look
 	$(TEST)/bin/pytest $(PARALLEL) --share 1/24 $(addprefix tests/,$(QUICK)) $(ARGS)
 
-.PHONY: test-python
 test-python: $(TEST)/.ready ## Run the Python tests only (ARGS="-k name" picks some), or RUN="tests/jobs/soak.py", a script
 	$(with)
 	$(TEST)/bin/$(if $(RUN),python $(RUN),pytest $(PARALLEL)) $(ARGS)
 
-.PHONY: test-cpp
 test-cpp: $(TEST)/.ready ## Run the C++ tests only (CTEST="-R name" picks some)
 	$(with)
 	@$(call cpp_tests,$(CPP_BUILD),Release,)
 
-.PHONY: test-process
 test-process: $(TEST)/.ready ## Run the tests of many processes, with faults (ARGS="-k name" picks some)
 	$(TEST)/bin/pytest $(PARALLEL) tests/jobs $(ARGS)
 
-.PHONY: test-clients
 test-clients: $(CLIENTS)/.alone ## Run others' programs and tests on jaxmp (ARGS="-k flax" picks some; with CLIENT_TIMES=20 it times them)
 	$(CLIENTS)/bin/pytest $(PARALLEL) tests/clients $(ARGS)
 
-.PHONY: chaos
 chaos: $(TEST)/.ready ## Run jobs with a fault at a random moment (N=200: how many, SEED=1 to repeat a run)
 	$(TEST)/bin/python tests/jobs/chaos.py --jobs $(or $(N),200) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 # Of tests/gpu, what the fakes can run in minutes. PYTHONSAFEPATH: the installed wheel has the extension, the checkout not.
 OVER_FAKES = not test_transform and (not promise or promise_about_bits[0])
-.PHONY: test-xla-gpu
 test-xla-gpu: $(TEST)/.ready $(XLA_GPU)/.ready ## Run programs on JAX's real CUDA plugin over a fake driver, without a GPU
 	@$(call cpp_build,cpp-$(TAG),Release,,fakes)
 	JAXMP_FAKES=$(CURDIR)/build/cpp-$(TAG)/fakes PYTHONPATH=tests/xla_gpu PYTHONSAFEPATH=1 \
@@ -141,18 +131,15 @@ test-xla-gpu: $(TEST)/.ready $(XLA_GPU)/.ready ## Run programs on JAX's real CUD
 	JAXMP_FAKES=$(CURDIR)/build/cpp-$(TAG)/fakes FAKE_CUDA_DEVICES=2 FAKE_CUDA_JOB=job JAXMP_TIMEOUT=10 PYTHONSAFEPATH=1 \
 	  PYTHONPATH=tests/xla_gpu/site:tests/xla_gpu $(XLA_GPU)/bin/python -m jaxmp accept --quick --out build/accept.json
 
-.PHONY: test-gpu
 test-gpu: ## Run the tests on real GPUs, in the environment of PYTHON as it is: nothing is installed
 	@mkdir -p build
 	JAXMP_REQUIRE_GPU=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
 	  $(PYTHON) -P -m pytest tests/gpu --timeout=900 $(ARGS) 2>&1 | tee build/test-gpu.log
 
-.PHONY: accept-gpus
 accept-gpus: ## Prove cuBLASMp on the GPUs of this machine in 15 minutes, in the environment of PYTHON as it is
 	@mkdir -p build
 	$(PYTHON) -P -m jaxmp accept --out build/accept.json $(ARGS)
 
-.PHONY: sanitize
 sanitize: $(TEST)/.ready ## Run the C++ tests under the address, undefined-behaviour and thread sanitizers
 	@$(call cpp_tests,cpp-asan-$(TAG),RelWithDebInfo,address$(COMMA)undefined)
 	@$(call cpp_tests,cpp-tsan-$(TAG),RelWithDebInfo,thread)
@@ -179,7 +166,6 @@ $(if $(findstring cublasmp,$(WITH)),JAXMP_CUDA_WHEELS=$$(echo $(CURDIR)/$(TEST)/
 ctest --test-dir build/$(1) --output-on-failure --timeout 600 --parallel 2 $(CTEST) $(if $(3),-E '_with_(avx|portable)')
 endef
 
-.PHONY: lint
 lint: $(LINT)/.ready ## Check style, formatting, types, layers and phrases; ARGS=--fix rewrites the sources in the project's style
 	$(LINT)/bin/ruff check $(ARGS) .
 	$(LINT)/bin/ruff format $(if $(ARGS),,--check) .
@@ -190,23 +176,18 @@ lint: $(LINT)/.ready ## Check style, formatting, types, layers and phrases; ARGS
 	@echo "clang-format, $(words $(CXX_STYLED)) files"
 	@$(LINT)/bin/clang-format $(if $(ARGS),-i,--dry-run -Werror) $(CXX_STYLED)
 
-.PHONY: bench
 bench: $(BENCH)/.ready ## Compare with XLA and write the tables (ARGS=--quick for a short run)
 	$(BENCH)/bin/python benchmarks/run.py $(ARGS)
 
-.PHONY: bench-hosts
 bench-hosts: $(BENCH)/.ready ## Compare with XLA between two machines, which are network namespaces: as root (ARGS=--quick)
 	$(BENCH)/bin/python benchmarks/bench_hosts.py $(ARGS)
 
-.PHONY: bench-microbatches
 bench-microbatches: $(BENCH)/.ready ## Time gradients of microbatches, summed once or each time: as root also between two machines (ARGS=--quick)
 	$(BENCH)/bin/python benchmarks/bench_microbatches.py $(ARGS)
 
-.PHONY: bench-gpu
 bench-gpu: ## Compare with XLA and nvmath-python on a GPU, in the environment of PYTHON as it is (ARGS=--write-docs)
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) benchmarks/bench_gpu.py $(ARGS)
 
-.PHONY: docs
 docs: $(TEST)/.docs ## Build the documentation site in build/docs, where warnings are errors; nothing is read from a network
 	$(TEST)/bin/python -m sphinx -W --keep-going -n -q -d build/docs-doctrees docs build/docs $(ARGS)
 	@echo "build/docs/index.html; to read it: python3 -m http.server -d build/docs"

@@ -115,21 +115,3 @@ def numpyro(run):
     while True:
         state, value = update(state, x, y)
         yield value, svi.get_params(state)
-
-
-@client("equinox", "step = jax.jit(jaxmp.fuse(train_step))", SCIENCE_PLACES, why_not="the client equinox has shard_map")
-def equinox_multisteps(run):
-    """Trains an MLP; an update adds the gradients of two steps (`optax.MultiSteps`)."""
-    import equinox as eqx
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    model = eqx.nn.MLP(16, 16, 32, 2, activation=jax.nn.gelu, key=jax.random.key(0))
-    arrays, others = eqx.partition(model, eqx.is_array)
-
-    def loss(arrays, x, y):
-        return jnp.mean((jax.vmap(eqx.combine(arrays, others))(x) - y) ** 2)
-
-    optimizer = optax.MultiSteps(optax.sgd(0.1, momentum=0.9), every_k_schedule=2)
-    return run.train(loss, arrays, (randoms(8, 16), randoms(8, 16, seed=1)), optimizer)

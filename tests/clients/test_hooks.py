@@ -9,14 +9,9 @@ import pytest
 
 import jaxmp
 
-pytestmark = pytest.mark.filterwarnings("default")  # other packages' own warnings
+# Other packages have warnings of their own.
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("promotion_of_users")]
 X = np.random.default_rng(0).normal(size=(4, 8, 16)).astype(np.float32)
-
-
-@pytest.fixture(autouse=True)
-def promotion_as_users_have_it():
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def check(apply, plain, calls, *arrays):

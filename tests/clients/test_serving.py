@@ -6,19 +6,13 @@ import itertools
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 import jaxmp
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 serving = importlib.import_module("13_serving")
-
-
-@pytest.fixture(autouse=True)
-def promotion_as_users_have_it():
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("promotion_of_users")
 
 
 @pytest.mark.parametrize("level", [None, "batch", "topology"])

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import with_gradient
 from compiled import collectives_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -127,23 +128,13 @@ def mesh(request):
     _MESH[0] = None
 
 
-def gradient(function):
-    """Returns the value and the gradients in all arguments."""
-
-    def run(*args):
-        y, pull = jax.vjp(function, *args)
-        return y, pull(jnp.ones_like(y) if _MESH[0] is None else y * 0 + 1)
-
-    return run
-
-
 @by_name
 def test_values_gradients_types_and_collectives(model, mesh):
     args = operands(model, mesh)
-    plain = gradient(model.function)
+    plain = with_gradient(model.function)
     compiled = jax.jit(plain).lower(*args).compile()
     want = compiled(*args)
-    for fused in (gradient(jaxmp.fuse(model.function)), jaxmp.fuse(plain)):
+    for fused in (with_gradient(jaxmp.fuse(model.function)), jaxmp.fuse(plain)):
         program = jax.jit(fused).lower(*args).compile()
         for w, g in zip(jax.tree.leaves(want), jax.tree.leaves(program(*args)), strict=True):
             assert (w.dtype, w.shape, w.aval.weak_type) == (g.dtype, g.shape, g.aval.weak_type)
@@ -165,12 +156,12 @@ def test_what_is_fused(model, mesh):
     args = operands(model, mesh)
     found = jaxmp.explain(jaxmp.fuse(model.function), quiet=True)(*args)
     assert (found.calls, found.left, found.collectives) == model.forward, str(found)
-    found = jaxmp.explain(jaxmp.fuse(gradient(model.function)), quiet=True)(*args)
+    found = jaxmp.explain(jaxmp.fuse(with_gradient(model.function)), quiet=True)(*args)
     assert (found.calls, found.left, found.collectives) == model.both, str(found)
     assert all(row.line.startswith("test_models.py:") for row in found.rows)
     assert all(row.why.startswith("not fused: ") for row in found.rows if row.operation == "dot_general")
     if model.function is sequence_parallel:
         epilogs = [row.epilog for row in found.rows if row.epilog not in ("", "NONE")]
         assert epilogs == ["GELU_AUX_BIAS", "BIAS", "DGELU"]
-    found = jaxmp.explain(jaxmp.fuse(gradient(model.function), determinism="batch"), quiet=True)(*args)
+    found = jaxmp.explain(jaxmp.fuse(with_gradient(model.function), determinism="batch"), quiet=True)(*args)
     assert found.left == 0, str(found)

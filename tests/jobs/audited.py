@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from shards import mesh_of, put
 
 import jaxmp
 
@@ -22,8 +23,7 @@ audit = functools.partial(jaxmp.audit, vary="processes", quiet=True)
 
 def main(initialize, process):
     initialize()
-    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Explicit,))
-    jax.set_mesh(mesh)
+    mesh = mesh_of()
     a = put(mesh, normal(6, K), P(None, "x"))
     b = put(mesh, normal(K, 5), P("x", None))
     sums_are_named(a, b)
@@ -36,10 +36,6 @@ def main(initialize, process):
 
 def normal(*shape):
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-
-
-def put(mesh, x, spec):
-    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
 
 
 def sums_are_named(a, b):

@@ -1,9 +1,9 @@
 """Jobs with a fault at a random moment: `make chaos` (N=200: how many, SEED=1). Each job draws a model, forward or with
-its gradient, 2 or 4 ranks, and a fault of one rank: killed or stopped at once or some time into a step, late, raising,
-leaving early, or with other rows, k or dtype, in the first step or a later one. A job passes if every other rank ends
-within JAXMP_TIMEOUT + 5 s of the fault, with status 1 and an error's cause or a last line that names the victim, and
-the difference if there is one. If a rank is only late, all end with 0. Each rank, `ranks.py chaos`, prints COME and the
-time before each step, FAULT and the time at the fault."""
+its gradient, 2 or 4 ranks (ARGS="--processes 16" sets their number), and a fault of one rank: killed or stopped at once
+or some time into a step, late, raising, leaving early, or with other rows, k or dtype, in the first step or a later
+one. A job passes if every other rank ends within JAXMP_TIMEOUT + 5 s of the fault, with status 1 and an error's cause
+or a last line that names the victim, and the difference if there is one. If a rank is only late, all end with 0. Each
+rank, `ranks.py chaos`, prints COME and the time before each step, FAULT and the time at the fault."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from job import TIMEOUT, Job
+from shards import mesh_of, ones
 
 import jaxmp
 
@@ -35,9 +34,10 @@ WITHIN = TIMEOUT + 5
 DEADLINE = 120.0
 
 
-def draw(rng: random.Random) -> dict:
+def draw(rng: random.Random, nprocesses: int) -> dict:
     kind, model = rng.choice(KINDS), rng.choice(MODELS)
-    nprocesses = 4 if model == "grid" else rng.choice((2, 4))  # a grid of two ranks would have groups of one
+    few = 4 if model == "grid" else rng.choice((2, 4))  # a grid of two ranks would have groups of one
+    nprocesses = nprocesses or few
     return {
         "kind": kind,
         "nprocesses": nprocesses,
@@ -140,8 +140,7 @@ def program(model: str, is_backward: bool, kind: str):
     dtype = "bfloat16" if kind == "dtype" else "float32"
     rows, k = (16 if kind == "rows" else 8) * ndevices, (16 if kind == "k" else 8) * ndevices
     shape, names = {"grid": ((2, ndevices // 2), ("d", "x"))}.get(model, ((ndevices,), ("x",)))
-    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Explicit,) * len(shape))
-    jax.set_mesh(mesh)
+    mesh = mesh_of(shape, names)
     first, second, batch = {
         "gather": (P(None, "x"), P("x", None), P("x", None)),  # rows gathered, then scattered
         "reduce": (P(None, "x"), P("x", None), P(None, None)),  # a column-parallel and a row-parallel layer
@@ -150,16 +149,9 @@ def program(model: str, is_backward: bool, kind: str):
     }[model]
     hidden = P(batch[0] if model in ("data", "grid") else None, first[1])
 
-    def ones(shape, spec):
-        sharding = NamedSharding(mesh, spec)
-        return jax.make_array_from_callback(shape, sharding, lambda index: np.ones(shape, dtype)[index])
-
-    operands = (
-        ones((k, 8 * ndevices), first),
-        ones((8 * ndevices,), P(first[1])),
-        ones((8 * ndevices, k), second),
-        ones((rows, k), batch),
-    )
+    width = 8 * ndevices
+    stored = ((k, width), first), ((width,), P(first[1])), ((width, k), second), ((rows, k), batch)
+    operands = [ones(mesh, shape, spec, dtype) for shape, spec in stored]
 
     def forward(up, bias, down, x):
         h = jaxmp.linear(x, up, bias, activation="relu", out_sharding=hidden)
@@ -172,6 +164,7 @@ def start() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--processes", type=int, default=0, help="of each job, instead of 2 or 4")
     parser.add_argument("--seconds", type=float, default=3000.0, help="begin no further job after so many")
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
@@ -180,7 +173,7 @@ def start() -> int:
     for number in range(options.jobs):
         if time.monotonic() - started > options.seconds:
             break
-        fault, began = draw(rng), time.monotonic()
+        fault, began = draw(rng, options.processes), time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             wrong = run(fault, Path(folder))
         done += 1

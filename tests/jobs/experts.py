@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from shards import compare, put
 
 import jaxmp
 
@@ -65,21 +66,17 @@ def check(mesh, kind, is_told, specs, sizes, body, case):
     options = {"group_sizes": np.array(sizes), "out_sharding": specs[2]}
     options |= {"in_shardings": specs[:2]} if kind == AxisType.Auto and is_told else {}
     with jax.set_mesh(mesh):
-        placed = [
-            jax.make_array_from_callback(y.shape, NamedSharding(mesh, spec), lambda at, y=y: y[at])
-            for y, spec in zip(operands, specs, strict=True)
-        ]
+        placed = [put(mesh, y, spec) for y, spec in zip(operands, specs, strict=True)]
         ours = functools.partial(body, functools.partial(jaxmp.ragged_dot, **options))
         run = jax.jit(lambda x, w, ct: (ours(x, w), *(jax.vjp(ours, x, w)[1](ct))))
         for _ in range(2):
-            compare(run(*placed), wanted(*operands, sizes), case)
+            compare_all(run(*placed), wanted(*operands, sizes), case)
         return run.lower(*placed).as_text()
 
 
-def compare(got, want, case):
+def compare_all(got, want, case):
     for mine, whole in zip(got, want, strict=True):
-        for shard in mine.addressable_shards:
-            np.testing.assert_array_equal(np.asarray(shard.data), np.asarray(whole)[shard.index], err_msg=case)
+        compare(mine, whole, case)
 
 
 def has_the_bits_of_one_device(mesh, kind):
@@ -97,11 +94,9 @@ def has_the_bits_of_one_device(mesh, kind):
     spec = P(("data", "x"))
     options = {"in_shardings": (spec, spec)} if kind == AxisType.Auto else {}
     with jax.set_mesh(mesh):
-        placed = [
-            jax.make_array_from_callback(y.shape, NamedSharding(mesh, spec), lambda at, y=y: y[at]) for y in operands
-        ]
+        placed = [put(mesh, y, spec) for y in operands]
         got = jax.jit(functools.partial(results, functools.partial(ours, out_sharding=spec, **options)))(*placed)
-    compare(got, want, f"{kind} bits")
+    compare_all(got, want, f"{kind} bits")
 
 
 def wanted(x, w, ct, sizes):

@@ -11,8 +11,8 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from shards import mesh_of, put
 
 import jaxmp
 
@@ -24,10 +24,9 @@ TINY, LARGE = 1e-40, 1e30  # their product is an ordinary number, or 0
 def main(initialize, process):
     initialize()
     rank = jax.process_index()
-    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Explicit,))
-    jax.set_mesh(mesh)
+    mesh = mesh_of()
     for name, (program, shapes, specs) in programs().items():
-        placed = [place(mesh, shape, spec, seed) for seed, (shape, spec) in enumerate(zip(shapes, specs, strict=True))]
+        placed = [put(mesh, draw(i, shape), specs[i]) for i, shape in enumerate(shapes)]
         run = jax.jit(program)
         jax.block_until_ready(run(*placed))
         seen = []
@@ -65,10 +64,9 @@ def loop(a, b):
     return jax.lax.fori_loop(0, 3, lambda i, d: d + behind(a, b + jnp.float32(i)), jnp.zeros((8, 8)))
 
 
-def place(mesh, shape, spec, seed):
+def draw(seed, shape):
     """The first operand's numbers are subnormal, the second's are large: nothing else is there to hide a product."""
-    x = (np.random.default_rng(seed).integers(1, 8, shape) * (TINY if seed == 0 else LARGE)).astype(np.float32)
-    return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), lambda index: x[index])
+    return (np.random.default_rng(seed).integers(1, 8, shape) * (TINY if seed == 0 else LARGE)).astype(np.float32)
 
 
 def digest(out):

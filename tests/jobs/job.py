@@ -133,4 +133,4 @@ def run(folder, scenario, nprocesses, *, ndevices=1, env=None, deadline=60.0, st
     return job, job.wait(deadline, stopped=stopped)
 
 
-SIGINT, SIGCONT = signal.SIGINT, signal.SIGCONT
+SIGINT = signal.SIGINT

@@ -16,6 +16,7 @@ import modes
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from shards import compare
 
 import jaxmp
 from jaxmp import BlockCyclic, Epilog, Scaling
@@ -68,12 +69,6 @@ def everything():
     gradients_of_a_layer()
     every_collective_is_behind_a_barrier()
     says_where_each_group_lives()
-
-
-def compare(got, want):
-    """Each device's part of `got` is the same part of `want`, to the bit."""
-    for shard in got.addressable_shards:
-        np.testing.assert_array_equal(np.asarray(shard.data), want[shard.index])
 
 
 def operands(case, mode, a, b):

@@ -21,9 +21,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from job import TIMEOUT
+from shards import mesh_of, ones
 
 import jaxmp
 
@@ -52,18 +53,6 @@ if "+" in SCENARIO:
 
 def fault():
     print(f"FAULT {time.time():.3f}")
-
-
-def make_mesh(shape=None, names=("x",)):
-    shape = shape or (jax.device_count(),)
-    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Explicit,) * len(shape))
-    jax.set_mesh(mesh)
-    return mesh
-
-
-def ones(mesh, shape, spec, dtype="float32"):
-    sharding = NamedSharding(mesh, spec)
-    return jax.make_array_from_callback(shape, sharding, lambda index: np.ones(shape, dtype)[index])
 
 
 def operands(mesh, m=48, n=8, k=48, dtype="float32"):
@@ -98,7 +87,7 @@ def check(d, want):
 def around_a_call(before=None, after=None):
     """Two good calls, the victim's `before` or `after`, and calls until something is seen."""
     initialize()
-    a, b = operands(make_mesh())
+    a, b = operands(mesh_of())
     check(product(a, b), 48)
     if IS_VICTIM and before:
         before()
@@ -117,7 +106,7 @@ def catch_the_error():
 def first_step(fault):
     """Nothing has run yet: no collective, and so no transport."""
     initialize()
-    a, b = step_operands(make_mesh())
+    a, b = step_operands(mesh_of())
     Path(f"ready.{PROCESS}").touch()
     if IS_VICTIM:
         while len(list(Path.cwd().glob("ready.*"))) < NPROCESSES:  # no rank is still starting its backend
@@ -137,7 +126,7 @@ def send(number):
 def during_a_call(number):
     """The victim gets its signal half-way through a run of large products."""
     initialize()
-    a, b = operands(make_mesh(), 2048, 1024, 64 * NPROCESSES)
+    a, b = operands(mesh_of(), 2048, 1024, 64 * NPROCESSES)
     check(product(a, b), 64 * NPROCESSES)
     until_the_fault(number, product, a, b)
 
@@ -154,7 +143,7 @@ def until_the_fault(number, call, *operands):
 def during_a_gather(number):
     """The same, of rows that are gathered in chunks, which are multiplied meanwhile."""
     initialize()
-    a, b = step_operands(make_mesh(), 1024 * NPROCESSES, 512)
+    a, b = step_operands(mesh_of(), 1024 * NPROCESSES, 512)
     rows = jax.jit(lambda a, b: jaxmp.matmul(a, b, out_sharding=P(None, "x")))  # THE ROWS
     lowered = rows.lower(a, b)
     assert "jaxmp_start_product" in lowered.as_text()
@@ -168,7 +157,7 @@ def during_a_gather(number):
 def gather_much():
     """8 MB from each of two ranks."""
     initialize()
-    a, b = step_operands(make_mesh(), 2048, 2048)
+    a, b = step_operands(mesh_of(), 2048, 2048)
     print("GATHERS")
     jax.block_until_ready(jax.jit(functools.partial(jaxmp.matmul, out_sharding=P(None, "x")))(a, b))
 
@@ -194,7 +183,7 @@ def leave_early():
 def wait_in_a_sum(before):
     """Two good steps, each with a collective of XLA's own first; the victim runs `before` before the next."""
     initialize()
-    a, b = operands(make_mesh())
+    a, b = operands(mesh_of())
     total = jax.jit(jnp.sum)
     for i in range(3):
         if i == 2 and IS_VICTIM:
@@ -209,7 +198,7 @@ def be_slow():
 def dies_while_the_transport_opens():
     """Rank 0, with JAX's store, ends once all have passed the barrier of the first product, before its collective."""
     initialize()
-    a, b = operands(make_mesh(), 2048, 1024, 2048 * NPROCESSES)
+    a, b = operands(mesh_of(), 2048, 1024, 2048 * NPROCESSES)
     if PROCESS == 0:
         native = jaxmp._src.platform.runtime.native.extension()
 
@@ -246,7 +235,7 @@ def dies_while_backends_start():
     initialize()
     if PROCESS == 0:
         send(signal.SIGKILL)()
-    product(*operands(make_mesh()))
+    product(*operands(mesh_of()))
 
 
 def dies_while_all_join():
@@ -259,7 +248,7 @@ def dies_while_all_join():
 def stopped_behind_another():
     """Rank 0 is stopped, rank 2 is late as if it waited for rank 0, and rank 3 waits for rank 2 in a call."""
     initialize()
-    check(product(*operands(make_mesh())), 48)
+    check(product(*operands(mesh_of())), 48)
     if PROCESS == 0:
         send(signal.SIGSTOP)()
     if PROCESS != 3:
@@ -289,7 +278,7 @@ def strangers_at_the_start():
 
     jaxmp._src.jobs.bootstrap.Peers.start = start_late
     initialize()
-    check(product(*operands(make_mesh())), 48)
+    check(product(*operands(mesh_of())), 48)
     if PROCESS == 0:  # JAX's service listens at the address that was given, and at no other one of this machine
         socket.create_connection(("127.0.0.1", PORT)).close()
         try:
@@ -302,7 +291,7 @@ def strangers_at_the_start():
 def disagree(build, wrong):
     """`build(**wrong)` on the victim, `build()` on the others."""
     initialize()
-    make_mesh()
+    mesh_of()
     fault()
     check_ready = build(**(wrong if IS_VICTIM else {}))
     jax.block_until_ready(check_ready)
@@ -325,7 +314,7 @@ def step_with(**options):
 
 
 def call_on_mesh(shape=(4,), names=("x",)):
-    mesh = make_mesh(shape, names)
+    mesh = mesh_of(shape, names)
     a, b = operands(mesh)
     return jax.jit(lambda a, b: jaxmp.matmul(a, b, out_sharding=P(None, None)))(a, b)
 
@@ -345,7 +334,7 @@ def call_program(is_other=False):
 def one_program_under_two_names():
     """The victim's function has another name and other lines, and is called eagerly in the end."""
     initialize()
-    a, b = step_operands(make_mesh())
+    a, b = step_operands(mesh_of())
 
     def multiply(a, b):
         return jaxmp.matmul(a, b, out_sharding=P(None, "x"))
@@ -380,9 +369,9 @@ def begin_again():
         print("SECOND", error)
     jaxmp.distributed.shutdown()
     initialize(int(os.environ["NEXT_PORT"]), timeout=5)
-    check(product(*operands(make_mesh())), 48)
+    check(product(*operands(mesh_of())), 48)
     try:
-        jax.jit(product)(*operands(make_mesh()))  # nothing waits for it
+        jax.jit(product)(*operands(mesh_of()))  # nothing waits for it
     finally:
         jaxmp.distributed.shutdown()
     try:
@@ -394,7 +383,7 @@ def begin_again():
 def end_ahead_of_the_result():
     """One rank starts a call, after other work, and ends without waiting for it; the others wait."""
     initialize()
-    a, b = operands(make_mesh())
+    a, b = operands(mesh_of())
     check(product(a, b), 48)
     with jax.set_mesh(jax.make_mesh((1,), ("own",), devices=jax.local_devices())):
         x = jnp.ones((1024, 1024))
@@ -429,7 +418,7 @@ def end_late():
 def wait_for_a_signal():
     """The victim computes nothing and sleeps; the others wait for it in a call."""
     initialize()
-    a, b = operands(make_mesh())
+    a, b = operands(mesh_of())
     check(product(a, b), 48)
     print("READY")
     if IS_VICTIM:
@@ -441,7 +430,7 @@ def wait_for_a_signal():
 def catch_an_interrupt():
     """Rank 0 gets a signal while it waits for a call to which rank 1 comes later, catches it and goes on."""
     initialize()
-    a, b = operands(make_mesh())
+    a, b = operands(mesh_of())
     check(product(a, b), 48)
     total = jax.jit(lambda a, b: jaxmp.matmul(a, b, out_sharding=P()).sum())
     wait = {"block_until_ready": jax.block_until_ready, "asarray": np.asarray, "float": float}[os.environ["WAIT"]]
@@ -466,7 +455,7 @@ def many_groups_and_loops():
     """Sub-meshes, two groups of a mesh, loops, and independent calls on one line, which must not be mixed up."""
     initialize()
     halves = [jax.devices()[:2], jax.devices()[2:]]
-    mesh = make_mesh((2, 2), ("x", "y"))
+    mesh = mesh_of((2, 2), ("x", "y"))
     for axis in ("x", "y"):
         a, b = ones(mesh, (8, 16), P(None, axis)), ones(mesh, (16, 4), P(axis, None))
 
@@ -485,13 +474,13 @@ def many_groups_and_loops():
     with jax.set_mesh(half):
         for _ in range(3 + PROCESS // 2):  # the halves do not count together
             check(product(*operands(half)), 48)
-    check(product(*operands(make_mesh())), 48)
+    check(product(*operands(mesh_of())), 48)
 
 
 def raise_without_an_end():
     """Uncaught exceptions that do not end the rank: at a prompt, printed by a library."""
     initialize()
-    a, b = operands(make_mesh())
+    a, b = operands(mesh_of())
     if IS_VICTIM:
         code.InteractiveConsole().push("misspelt")
         try:
@@ -504,7 +493,7 @@ def raise_without_an_end():
 def fork_a_child_that_raises():
     """A child of the victim is interrupted while its parent waits in a call for the others."""
     initialize()
-    a, b = operands(make_mesh())
+    a, b = operands(mesh_of())
     check(product(a, b), 48)
     if not IS_VICTIM:
         time.sleep(1.5)
@@ -522,7 +511,7 @@ def fork_a_child_that_raises():
 def leave_a_child():
     """The victim is killed; a child of it lives on, with its sockets."""
     initialize()
-    a, b = operands(make_mesh())
+    a, b = operands(mesh_of())
     check(product(a, b), 48)
     if IS_VICTIM:
         if os.fork() == 0:
@@ -545,7 +534,7 @@ def share_under_a_limit():
     initialize()
     keep_to("LATER_LIMIT")
     print("SHARES", *sorted(native.shared_processes))
-    mesh = make_mesh()
+    mesh = mesh_of()
     check(product(*operands(mesh)), 48)
     fault()
     check(product(*operands(mesh, 1 << 17)), 48)

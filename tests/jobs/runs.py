@@ -1,32 +1,28 @@
-"""Runs that end early on one rank, and runs that overlap, drawn at random. Run by `ranks.py runs` on each rank, and by
-itself for many schedules. Each schedule calls one program several times. Every step has its own operands, so each
-element of a result names its step. In some steps one rank is interrupted, raises in a callback, or comes late; in some
-schedules two threads call the program in turns, or several steps are dispatched before the first one is waited for. A
-step may fail with an error. A result without an error has to be of its own step, and after each schedule two steps
-without a fault have to succeed on every rank."""
+"""Runs that end early on one rank, and runs that overlap, drawn at random. Run by `ranks.py runs` on each rank. Each
+schedule calls one program several times. Every step has its own operands, so each element of a result names its step.
+In some steps one rank is interrupted, raises in a callback, or comes late; in some schedules two threads call the
+program in turns, or several steps are dispatched before the first one is waited for. A step may fail with an error. A
+result without an error has to be of its own step, and after each schedule two steps without a fault have to succeed on
+every rank."""
 
 from __future__ import annotations
 
-import argparse
 import collections
 import itertools
 import json
 import os
 import random
 import signal
-import sys
-import tempfile
 import threading
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from job import run as run_job
+from shards import put
 
 import jaxmp
 
@@ -134,15 +130,12 @@ def main(initialize, process):
     signal.signal(signal.SIGINT, callbacks.on_interrupt)
     functions = programs(mesh, callbacks)
 
-    def put(x, spec):
-        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
-
-    identity = put(np.eye(M, dtype=np.float32), P(None, "x"))
+    identity = put(mesh, np.eye(M, dtype=np.float32), P(None, "x"))
     numbers = itertools.count(1)
     wrong = told = good = 0
 
     def dispatch(name, i):
-        return functions[name](np.int32(i), put(np.full((M, M), i, np.float32), P("x")), identity)
+        return functions[name](np.int32(i), put(mesh, np.full((M, M), i, np.float32), P("x")), identity)
 
     def check(i, results):
         nonlocal wrong, good
@@ -222,36 +215,3 @@ def main(initialize, process):
             print(f"WRONG schedule {number}: the steps after it fail, {drawn}")
     print(f"RAN {len(schedules)} schedules, {good} steps; {told} steps raised errors, {wrong} are wrong")
     assert not wrong
-
-
-def start():
-    """Jobs of two and four processes until the schedules have run."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--schedules", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    failed = done = 0
-    for nprocesses, ndevices in itertools.cycle(((2, 1), (2, 2), (4, 1))):
-        if done >= options.schedules:
-            break
-        schedules = min(50, options.schedules - done)
-        asked = {"seed": options.seed + done, "schedules": schedules}
-        env = {"all": {"RUNS": json.dumps(asked), "JAXMP_TIMEOUT": "5"}}
-        with tempfile.TemporaryDirectory() as folder:
-            job, ranks = run_job(Path(folder), "runs", nprocesses, ndevices=ndevices, env=env, deadline=900)
-            if any(rank.status for rank in ranks):
-                failed += 1
-                print(job.all_logs())
-            print(
-                *(line for rank in ranks for line in rank.log.splitlines() if line.startswith(("RAN", "WRONG"))),
-                sep="\n",
-            )
-        done += schedules
-        print(
-            f"{nprocesses} processes of {ndevices} devices: {done} schedules so far, {failed} jobs failed", flush=True
-        )
-    sys.exit(failed > 0)
-
-
-if __name__ == "__main__":
-    start()

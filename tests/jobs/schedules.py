@@ -23,6 +23,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from job import run as run_job
+from shards import put
 
 import jaxmp
 from jaxmp._src.platform.runtime import native
@@ -190,10 +191,6 @@ def is_equal(got, want) -> bool:
 
 def ints(data, *shape, most):
     return data.integers(-most, most + 1, shape).astype(np.float32)
-
-
-def put(mesh, x, spec):
-    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
 
 
 def start():

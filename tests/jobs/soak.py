@@ -30,20 +30,13 @@ def usage() -> tuple[float, int]:
 def calls(extent: int):
     """A function that runs one product of each pattern with all its communication."""
     import jax
-    import numpy as np
-    from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
+    from shards import mesh_of, ones
 
     import jaxmp
 
-    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Explicit,))
-    jax.set_mesh(mesh)
-
-    def ones(spec):
-        shape = (extent, extent)
-        return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), lambda i: np.ones(shape, np.float32)[i])
-
-    rows, cols = ones(P("x", None)), ones(P(None, "x"))
+    mesh = mesh_of()
+    rows, cols = (ones(mesh, (extent, extent), spec) for spec in (P("x", None), P(None, "x")))
     gather = jax.jit(lambda rows, cols: jaxmp.matmul(rows, cols, out_sharding=P(None, "x")))
     scatter = jax.jit(lambda rows, cols: jaxmp.matmul(cols, rows, out_sharding=P("x", None)))
     reduce = jax.jit(lambda rows, cols: jaxmp.matmul(cols, rows, out_sharding=P(None, None)))

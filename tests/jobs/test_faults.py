@@ -3,6 +3,7 @@ costs a cluster; an error that names no rank costs its users a day."""
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -219,14 +220,15 @@ def test_an_interrupt_reaches_a_rank_that_waits_in_a_call(tmp_path):
 # With counts across runs, the second call of each step after a fault multiplied one rank's step by another rank's.
 LEFT_EARLY = [("none", 0), ("interrupt", 0), ("none", 0), ("raise first", 1), ("none", 0), ("raise between", 0)]
 OVERLAPPING = [("late", 0), ("none", 0), ("late", 1), ("none", 0)]
+DRAWN = {"schedules": int(os.environ.get("JAXMP_FUZZ", "0")) or 3, "seed": int(os.environ.get("JAXMP_FUZZ_SEED") or 0)}
 
 
 @pytest.mark.parametrize("ndevices", [1, 2])
 def test_a_run_that_ends_early_meets_no_other_run(ndevices, tmp_path):
     given = [{"program": name, "how": "steps", "steps": LEFT_EARLY} for name in ("two", "gradient")]
     given += [{"program": "two", "how": how, "steps": OVERLAPPING} for how in ("ahead", "threads")]
-    env = {"all": {"RUNS": json.dumps({"given": given, "schedules": 3}), "JAXMP_TIMEOUT": "5"}}
-    job, ranks = run(tmp_path, "runs", 2, ndevices=ndevices, env=env, deadline=120)
+    env = {"all": {"RUNS": json.dumps(DRAWN | {"given": given}), "JAXMP_TIMEOUT": "5"}}
+    job, ranks = run(tmp_path, "runs", 2, ndevices=ndevices, env=env, deadline=120 + DRAWN["schedules"])
     assert [rank.status for rank in ranks] == [0, 0], job.all_logs()
     assert "step 2: KeyboardInterrupt" in ranks[0].log, job.all_logs()
     assert "step 2: " not in ranks[1].log, job.all_logs()

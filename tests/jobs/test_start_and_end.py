@@ -9,13 +9,18 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+import types
 
+import jax
 import pytest
+from jaxlib import _jax
 from job import free_port, run
 
 import jaxmp
 from jaxmp._src.jobs import bootstrap
-from jaxmp._src.platform.runtime import config
+from jaxmp._src.platform.jax_internals import jax_distributed
+from jaxmp._src.platform.runtime import config, native
 
 
 def test_a_good_job_ends_with_0_and_leaves_nothing(tmp_path):
@@ -50,12 +55,67 @@ def test_all_ranks_go_by_what_rank_0_has_measured(tmp_path):
         assert [f"TOLD {want}" in rank.log for rank in ranks] == [True] * 2, job.all_logs()
 
 
-def test_all_ranks_that_do_not_come_are_named(monkeypatch):
-    """JAX's service names two of them."""
-    monkeypatch.setattr(bootstrap.jax_distributed, "end_service", lambda: None)
-    count = functools.partial(bootstrap._absent, "127.0.0.1", free_port(), nhere=5, nprocesses=8)
-    with concurrent.futures.ThreadPoolExecutor(5) as pool:
-        assert list(pool.map(count, (1, 2, 4, 6, 0))) == [["3", "5", "7"]] * 5
+def test_two_of_many_ranks_that_do_not_come_are_named(monkeypatch):
+    """JAX's service names no more."""
+
+    def fail(*_):
+        report = "# of tasks that reached the barrier: 5/8\nThe first timed out task names:\n3\n7\n"
+        raise jax.errors.JaxRuntimeError(report)
+
+    monkeypatch.setattr(jax_distributed, "initialize_distributed", fail)
+    monkeypatch.setattr(bootstrap, "_TOLD", 0.0)
+    with pytest.raises(jaxmp.DistributedError, match="5 of 8 processes are here after 9 s; missing: 3, 7 and 1 more"):
+        bootstrap.connect(9, "", 8, 0)
+
+
+class Client:
+    """A client of JAX's coordination service that counts its requests, and the bytes of their arguments and results."""
+
+    def __init__(self, client):
+        self.client, self.requests, self.nbytes = client, 0, 0
+
+    def __getattr__(self, name):
+        def request(*arguments, **options):
+            found = getattr(self.client, name)(*arguments, **options)
+            self.requests += 1
+            self.nbytes += len(repr((arguments, found)))
+            return found
+
+        return request
+
+
+def test_what_a_rank_asks_at_the_start_grows_with_its_neighbours_alone(monkeypatch):
+    """The ranks are threads, each with its own client of JAX's service, and 4 ranks are on one machine."""
+    own, most = threading.local(), {}
+    monkeypatch.setattr(jax_distributed, "distributed_client", lambda: own.client)
+    monkeypatch.setattr(native, "extension", lambda: types.SimpleNamespace(share_arena=lambda *_: None))
+    monkeypatch.setattr(native, "shared_processes", frozenset())
+
+    def share_arena(client, key, process):
+        client.key_value_set(f"{key}memory/{process // 4}/{process}", "4026531836-4026531837-0 /proc/1234567/fd/89")
+        return f"{process // 4}"
+
+    def start(address, nprocesses, process):
+        own.client = Client(_jax.get_distributed_runtime_client(address, process, use_compression=True))
+        own.client.client.connect()
+        found = bootstrap.join_job("127.0.0.1", process, nprocesses, 60, reach=60)
+        for peer in bootstrap.neighbours(process, nprocesses):
+            found.address_of(peer)
+        found.peers.close()
+        return own.client
+
+    monkeypatch.setattr(bootstrap, "_share_arena", share_arena)
+    for nprocesses in (8, 32):
+        address = f"127.0.0.1:{free_port()}"
+        service = _jax.get_distributed_runtime_service(address, nprocesses)
+        with concurrent.futures.ThreadPoolExecutor(nprocesses) as pool:
+            clients = list(pool.map(functools.partial(start, address, nprocesses), range(nprocesses)))
+            list(pool.map(lambda each: each.client.shutdown(), clients))
+        service.shutdown()
+        most[nprocesses] = [max(getattr(each, name) for each in clients) for name in ("requests", "nbytes")]
+    (few, of_few), (many, of_many) = most.values()
+    assert (few, many) == (9 + 3, 9 + 5)
+    assert of_many < 1.2 * of_few
 
 
 def test_strangers_at_the_start_are_no_peers(tmp_path):
@@ -184,17 +244,6 @@ def test_what_is_missing_of_a_launcher_is_named():
         )
         assert ran.returncode == 1
         assert message in ran.stderr
-
-
-def test_open_mpi_is_known_without_mpi4py(monkeypatch):
-    """By the variables of its mpiexec before version 5, as JAX knows it."""
-    for name, value in {"COMM_WORLD_RANK": "1", "COMM_WORLD_SIZE": "2", "COMM_WORLD_LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(f"OMPI_{name}", value)
-    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "1314521088.0;tcp://127.0.0.1:34911")
-    monkeypatch.setitem(sys.modules, "mpi4py", None)
-    address, processes, process, _ = bootstrap.detect(None, 5)
-    assert re.fullmatch(r"127\.0\.0\.1:\d+", address)
-    assert (processes, process) == (2, 1)
 
 
 def test_launchers_are_known_by_what_they_set():

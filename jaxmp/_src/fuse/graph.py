@@ -72,7 +72,6 @@ class Graph:
     def __init__(self, equations: Sequence[Any], results: Sequence[Any], barrier: Collection[Any] = ()) -> None:
         self.equations, self.results = list(equations), list(results)
         self._barrier = frozenset(barrier)
-        self.matches: dict[Any, Any] = {}  # the cache of `templates`; key: (activation, value)
         self.producer: dict[Any, int] = {}
         self._readers: dict[Any, list[int]] = {}
         for i, eqn in enumerate(self.equations):

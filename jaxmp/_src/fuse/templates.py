@@ -58,14 +58,11 @@ def _gelu_cotangent(z: Any, cotangent: Any) -> Any:
 
 
 def find_activation(graph: Graph, activation: Activation, v: Any) -> Match | None:
-    """Returns the equations that apply an activation to the value `v`, or None. Keeps the answer in `graph.matches`."""
+    """Returns the equations that apply an activation to the value `v`, or None."""
     if activation.reader not in (graph.equations[i].primitive.name for i in graph.readers(v) if i != RESULT):
         return None
-    if (activation, v) not in graph.matches:
-        template = template_of(activation.function, (v.aval,))
-        graph.matches[activation, v] = None if template is None else unify(graph, template, (v,))
-    match: Match | None = graph.matches[activation, v]
-    return match
+    template = template_of(activation.function, (v.aval,))
+    return None if template is None else unify(graph, template, (v,))
 
 
 def find_gelu_cotangent(graph: Graph, match: Match, cotangents: frozenset[Any]) -> Match | None:

@@ -7,7 +7,6 @@ import dataclasses
 import importlib
 import importlib.metadata
 import ipaddress
-import itertools
 import os
 import re
 import resource
@@ -24,7 +23,7 @@ from jaxmp._src.jobs.peers import Peers
 from jaxmp._src.jobs.watch import DistributedError
 from jaxmp._src.platform.jax_internals import jax_distributed
 from jaxmp._src.platform.runtime import cuda_libraries, logs, native
-from jaxmp._src.platform.runtime.config import config, is_open_mpi_4, launcher
+from jaxmp._src.platform.runtime.config import config, launcher
 
 
 def check_arguments(coordinator_address: object, num_processes: Any, process_id: Any) -> None:
@@ -63,7 +62,7 @@ def check_arguments(coordinator_address: object, num_processes: Any, process_id:
 def detect(local_device_ids: int | Sequence[int] | None, timeout: int) -> jax_distributed.Processes:
     """Returns what the launcher (mpiexec or srun) says about this process, by JAX's own detection (`Processes`). Raises
     RuntimeError without a launcher, if its variables are incomplete, or if mpi4py sees another number of processes than
-    mpiexec started; ImportError under mpiexec without mpi4py, except under Open MPI 4."""
+    mpiexec started; ImportError under mpiexec without mpi4py."""
     found = launcher()
     if found is None:
         raise RuntimeError(
@@ -76,18 +75,15 @@ def detect(local_device_ids: int | Sequence[int] | None, timeout: int) -> jax_di
         try:
             mpi = importlib.import_module("mpi4py.MPI")
         except ImportError as error:
-            if not is_open_mpi_4():
-                raise ImportError(
-                    f"initialize: this process was started by mpiexec, but mpi4py cannot be imported ({error}); "
-                    "pip install 'jaxmp[mpi]', or pass coordinator_address, num_processes and process_id"
-                ) from error
-            method = "ompi"
-        else:
-            if mpi.COMM_WORLD.Get_size() != size:
-                raise RuntimeError(
-                    f"initialize: mpiexec started {size} processes but mpi4py sees {mpi.COMM_WORLD.Get_size()}: they "
-                    "belong to different MPIs; use the mpiexec that came with mpi4py's MPI"
-                )
+            raise ImportError(
+                f"initialize: this process was started by mpiexec, but mpi4py cannot be imported ({error}); "
+                "pip install 'jaxmp[mpi]', or pass coordinator_address, num_processes and process_id"
+            ) from error
+        if mpi.COMM_WORLD.Get_size() != size:
+            raise RuntimeError(
+                f"initialize: mpiexec started {size} processes but mpi4py sees {mpi.COMM_WORLD.Get_size()}: they "
+                "belong to different MPIs; use the mpiexec that came with mpi4py's MPI"
+            )
     try:
         processes = jax_distributed.detect_processes(method, local_device_ids, timeout)
         check_arguments(*processes[:3])
@@ -114,16 +110,13 @@ class Membership:
     told: str
 
 
-# In a message about absent processes: the most that it lists. Seconds for JAX's service to tell all, then to count.
-_LISTED, _TOLD, _COUNTED = 20, 1.0, 10.0
-_ROLL = b"jaxmp-absent"
+# Seconds for JAX's service, in rank 0, to tell all processes of absent ones.
+_TOLD = 1.0
 
 
-def connect(
-    timeout: int, host: str, port: int, coordinator: str, nprocesses: int, process: int, **options: Any
-) -> None:
+def connect(timeout: int, coordinator: str, nprocesses: int, process: int, **options: Any) -> None:
     """Connects to JAX's coordination service, which waits for all processes. If some do not come within `timeout`
-    seconds, raises the same DistributedError on all that are here, with their ranks."""
+    seconds, raises the same DistributedError on all that are here. It names two of the ranks that are missing."""
     try:
         jax_distributed.initialize_distributed(timeout, coordinator, nprocesses, process, **options)
     except jax.errors.JaxRuntimeError as error:
@@ -131,40 +124,10 @@ def connect(
         if not report:
             raise
         time.sleep(_TOLD)
-        here = int(report[1])
-        names = (_absent(host, port, process, here, nprocesses) or report[2].split())[:_LISTED]  # the report has two
+        here, names = int(report[1]), report[2].split()
         more = f" and {nprocesses - here - len(names)} more" * (here + len(names) < nprocesses)
         missing = f"{here} of {nprocesses} processes are here after {timeout} s; missing: {', '.join(names)}{more}"
         raise DistributedError(f"initialize: {missing}") from None
-
-
-def _absent(host: str, port: int, process: int, nhere: int, nprocesses: int) -> list[str]:
-    """Returns the ranks that have not come, as rank 0 hears from the `nhere` processes that have, at the port of JAX's
-    service. Returns an empty list if it does not hear from all of them."""
-    deadline, here, heard = time.monotonic() + _COUNTED, {0}, list[socket.socket]()
-    while process != 0 and time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection((host, port), _COUNTED) as rank_0:
-            rank_0.sendall(process.to_bytes(4, "big"))
-            told = rank_0.makefile("rb").read()
-            if told.startswith(_ROLL):  # not from the service
-                return told.decode().split()[1:]
-        time.sleep(0.1)
-    if process != 0:
-        return []
-    jax_distributed.end_service()
-    own = _own_address(host)
-    with contextlib.suppress(OSError), socket.create_server((own, port), family=_family(own), backlog=1024) as listener:
-        while len(here) < nhere:
-            listener.settimeout(max(0.001, deadline - time.monotonic()))
-            heard.append(listener.accept()[0])
-            heard[-1].settimeout(0.5)
-            here.add(min(int.from_bytes(heard[-1].recv(4), "big"), nprocesses))
-    here.discard(nprocesses)  # strangers
-    absent = [str(rank) for rank in range(nprocesses) if rank not in here] if len(here) == nhere else []
-    for connection in heard:
-        with contextlib.suppress(OSError), connection:
-            connection.sendall(b" ".join([_ROLL, *map(str.encode, absent)]))
-    return absent
 
 
 def join_job(host: str, process: int, nprocesses: int, timeout: int, *, reach: float, tells: str = "") -> Membership:
@@ -260,8 +223,7 @@ _NOT_SHARED = "rank %d shares no memory with the others of its machine, so that 
 def neighbours(process: int, nprocesses: int) -> list[int]:
     """Returns the processes 1, 2, 4, ... ranks further on, around the end to rank 0. This process stays connected to
     them from the start, so that its end is noticed and passed on without a common call. They are always few."""
-    distances = itertools.takewhile(lambda distance: distance < nprocesses, (2**i for i in itertools.count()))
-    return [(process + distance) % nprocesses for distance in distances]
+    return [(process + 2**i) % nprocesses for i in range((nprocesses - 1).bit_length())]
 
 
 def bind_address(host: str, port: int) -> str | None:
