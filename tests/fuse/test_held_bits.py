@@ -104,6 +104,7 @@ SUMS = {
     "all": lambda x: (x / x.sum()).std(),
     "cumulated": lambda x: jnp.cumsum(x, 0),
     "multiplied": lambda x: x.prod(1),
+    "mapped": jax.vmap(lambda x: lax.pmean(x, "i"), 1, None, axis_name="i"),
     "scattered": lambda x: jax.ops.segment_sum(x, np.arange(8) % 3, 4),
 }
 
@@ -113,7 +114,7 @@ def test_sums_have_values_types_and_bits_of_one_device(mesh_of, axis_type):
     is_auto = axis_type is AxisType.Auto  # JAX refuses the others on explicit axes
 
     def program(x):
-        return [f(x) for name, f in SUMS.items() if name not in ("scattered", "cumulated") or is_auto]
+        return [f(x) for name, f in SUMS.items() if name not in ("scattered", "cumulated", "mapped") or is_auto]
 
     x = rng.uniform(size=(8, 4, 40)).astype(np.float32)
     fused = jax.jit(jaxmp.fuse(program, determinism="topology"))
