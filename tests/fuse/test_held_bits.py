@@ -233,6 +233,12 @@ def test_functions_do_not_know_the_extent_of_a_row():
         assert_bitwise_equal(whole[:, :4], part)
 
 
+def test_a_batch_of_one_is_divided_by_a_number_like_others():
+    fused = jax.jit(jaxmp.fuse(lambda x, y: x / y, determinism="batch"))
+    x, y = rng.uniform(1, 2, 16).astype(np.float32), np.float32(3.7)
+    assert_bitwise_equal(np.concatenate([fused(row, y) for row in np.split(x, 16)]), fused(x, y))
+
+
 def of_complex_numbers(x, y):
     scanned = jax.lax.associative_scan(lambda a, b: (b[0] * a[0], b[0] * a[1] + b[1]), (x, y))[1]
     return (jnp.exp(x * y) - 1) / x + scanned * jnp.abs(y) + x**-3

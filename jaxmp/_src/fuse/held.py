@@ -98,7 +98,8 @@ def remedy(eqn: Any) -> str:
 
 def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequence[Any]:
     """Returns the results of an equation that `is_held`, in the form that the module's docstring gives for it. A
-    division x / y becomes x * (1 / y), which rounds twice, if y is no literal and has fewer elements than x."""
+    division x / y becomes x * (1 / y), which rounds twice, if y is no literal and has fewer elements than x, or as
+    many in fewer dimensions: rows of a batch of one are divided like others."""
     name = _name(eqn)
     if name == SUM:
         return [_sum(eqn, x, options) for x in operands]
@@ -111,7 +112,8 @@ def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequen
         return [fence(_alone(name, operands[0], functools.partial(_plain, eqn)))]
     if name == "div" and not jax_tracing.is_literal(eqn.invars[1]):
         x, y = operands
-        if jnp.size(y) < jnp.size(x):  # XLA may divide once for each element of y, and multiply
+        if (jnp.size(y), jnp.ndim(y)) < (jnp.size(x), jnp.ndim(x)):
+            # XLA may divide once for each element of y, and multiply
             return [fence(x * fence(1 / y))]
         operands = [x, fence(y)]
     return [fence(x) for x in jax_tracing.evaluate(eqn, operands)]
