@@ -104,6 +104,7 @@ SUMS = {
     "all": lambda x: (x / x.sum()).std(),
     "cumulated": lambda x: jnp.cumsum(x, 0),
     "multiplied": lambda x: x.prod(1),
+    "mapped": jax.vmap(lambda x: lax.pmean(x, "i"), 1, None, axis_name="i"),
     "scattered": lambda x: jax.ops.segment_sum(x, np.arange(8) % 3, 4),
 }
 
@@ -113,7 +114,7 @@ def test_sums_have_values_types_and_bits_of_one_device(mesh_of, axis_type):
     is_auto = axis_type is AxisType.Auto  # JAX refuses the others on explicit axes
 
     def program(x):
-        return [f(x) for name, f in SUMS.items() if name not in ("scattered", "cumulated") or is_auto]
+        return [f(x) for name, f in SUMS.items() if name not in ("scattered", "cumulated", "mapped") or is_auto]
 
     x = rng.uniform(size=(8, 4, 40)).astype(np.float32)
     fused = jax.jit(jaxmp.fuse(program, determinism="topology"))
@@ -222,6 +223,12 @@ def test_functions_do_not_know_the_extent_of_a_row():
     x = rng.uniform(0.1, 3, (256, 16)).astype(np.float32)
     for whole, part in zip(fused(x), fused(x[:, :4]), strict=True):
         assert_bitwise_equal(whole[:, :4], part)
+
+
+def test_a_batch_of_one_is_divided_by_a_number_like_others():
+    fused = jax.jit(jaxmp.fuse(lambda x, y: x / y, determinism="batch"))
+    x, y = rng.uniform(1, 2, 16).astype(np.float32), np.float32(3.7)
+    assert_bitwise_equal(np.concatenate([fused(row, y) for row in np.split(x, 16)]), fused(x, y))
 
 
 def of_complex_numbers(x, y):

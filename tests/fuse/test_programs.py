@@ -146,6 +146,19 @@ def test_a_relu_with_a_rule_of_its_own_keeps_it():
     np.testing.assert_array_equal(jax.grad(jaxmp.fuse(loss))(W), jax.grad(loss)(W))
 
 
+@pytest.mark.parametrize("is_layer", [False, True])
+def test_the_slope_of_a_maximum_at_0_is_half(is_layer):
+    """relu's is 0, so a layer of zeros would not train."""
+
+    def loss(w):
+        h = jnp.maximum(X @ w + w[0], 0)
+        return jnp.sum(h @ W if is_layer else h)
+
+    zeros = jnp.zeros_like(W)
+    np.testing.assert_array_equal(jax.grad(jaxmp.fuse(loss))(zeros), jax.grad(loss)(zeros))
+    assert jaxmp.explain(jaxmp.fuse(loss), quiet=True)(zeros).rows[0].epilog == "RELU_BIAS"
+
+
 def test_no_tracer_leaks():
     with jax.checking_leaks():
         jax.jit(jaxmp.fuse(layer))(X, W)

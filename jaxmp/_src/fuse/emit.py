@@ -6,10 +6,11 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -51,12 +52,27 @@ def outputs(product: Product) -> tuple[Any, ...]:
 
 def call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra: jax.Array) -> list[jax.Array]:
     """Returns the values of a product's `outputs`, [result] or [result, the activation's argument], from one call on
-    its `inputs`. `extra`: the inputs after x and w. Divides the result by the product's divisors. Errors use the
-    operand names of `lax.dot_general`."""
+    its `inputs`. `extra`: the inputs after x and w. Divides the result by the product's divisors. The derivative is
+    JAX's, also if the activation `is_maximum`. Errors use the operand names of `lax.dot_general`."""
+    if product.is_maximum:
+        return _maximum(product, options)(x, w, *extra)
     first, second = ("rhs", "lhs") if product.is_swapped else ("lhs", "rhs")
     with of_layer("", a=first, b=second):
         d, *rest = _call(product, options, x, w, *extra)
     return [functools.reduce(operator.truediv, product.divisors, d), *rest]
+
+
+def _maximum(product: Product, options: Options) -> Callable[..., list[jax.Array]]:
+    """Returns `call` for a product that `is_maximum`, with the derivative of jnp.maximum."""
+    before = product.before
+    assert before is not None
+
+    def by_jnp(*operands: jax.Array) -> list[jax.Array]:
+        return [jnp.maximum(call(before, options, *operands)[0], 0)]
+
+    fused: Any = jax.custom_jvp(functools.partial(call, dataclasses.replace(product, is_maximum=False), options))
+    fused.defjvp(functools.partial(jax.jvp, by_jnp))
+    return fused
 
 
 def _call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra: jax.Array) -> list[jax.Array]:

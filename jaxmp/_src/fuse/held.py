@@ -67,22 +67,29 @@ def is_held(eqn: Any) -> bool:
     """True if `evaluate` evaluates an equation at a level: its primitive is in HELD, and its result is inexact, of 16
     bits or more. Not held are `abs` of real numbers, a sum of at most one term, a scatter of one update or of updates
     marked as unique, and operations in ROUNDED that round nothing to 16 bits."""
-    if eqn.primitive.name not in HELD or (eqn.primitive.name == "abs" and not _is_complex(eqn)):
+    name = _name(eqn)
+    if name not in HELD or (name == "abs" and not _is_complex(eqn)):
         return False
     dtypes = [v.aval.dtype for v in eqn.outvars]
     if not any(jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 2 for dtype in dtypes):
         return False
-    if eqn.primitive.name in ROUNDED:
-        is_cast, dtype = eqn.primitive.name == "convert_element_type", eqn.invars[0].aval.dtype
+    if name in ROUNDED:
+        is_cast, dtype = name == "convert_element_type", eqn.invars[0].aval.dtype
         return dtypes[0].itemsize == 2 and (not is_cast or dtype in (np.float32, np.float64))
-    if eqn.primitive.name == SUM:
+    if name == SUM:
         return math.prod(eqn.invars[0].aval.shape[i] for i in eqn.params["axes"]) not in (0, 1)
-    return eqn.primitive.name not in SCATTERS or _may_collide(eqn)
+    return name not in SCATTERS or _may_collide(eqn)
+
+
+def _name(eqn: Any) -> str:
+    """Returns the name of an equation's primitive; SUM for a `psum` over dimensions alone, which `vmap` makes."""
+    is_of_dimensions = eqn.primitive.name == "psum" and not any(isinstance(axis, str) for axis in eqn.params["axes"])
+    return SUM if is_of_dimensions else str(eqn.primitive.name)
 
 
 def remedy(eqn: Any) -> str:
     """Returns what to write instead of an equation with inexact results that depend on the mesh; "" for others."""
-    name = eqn.primitive.name
+    name = _name(eqn)
     if name in FENCED and _is_complex(eqn) and name not in _OF_PARTS:
         return "compute it from real and imaginary parts"
     is_inexact = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
@@ -91,10 +98,11 @@ def remedy(eqn: Any) -> str:
 
 def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequence[Any]:
     """Returns the results of an equation that `is_held`, in the form that the module's docstring gives for it. A
-    division x / y becomes x * (1 / y), which rounds twice, if y is no literal and has fewer elements than x."""
-    name = eqn.primitive.name
+    division x / y becomes x * (1 / y), which rounds twice, if y is no literal and has fewer elements than x, or as
+    many in fewer dimensions: rows of a batch of one are divided like others."""
+    name = _name(eqn)
     if name == SUM:
-        return [_sum(eqn, operands[0], options)]
+        return [_sum(eqn, x, options) for x in operands]
     if name in WHOLE:
         results = _whole(eqn, operands) if options.level.global_order else jax_tracing.evaluate(eqn, operands)
         return [fence(d) for d in results]  # XLA would scatter into what is added to it
@@ -104,7 +112,8 @@ def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequen
         return [fence(_alone(name, operands[0], functools.partial(_plain, eqn)))]
     if name == "div" and not jax_tracing.is_literal(eqn.invars[1]):
         x, y = operands
-        if jnp.size(y) < jnp.size(x):  # XLA may divide once for each element of y, and multiply
+        if (jnp.size(y), jnp.ndim(y)) < (jnp.size(x), jnp.ndim(x)):
+            # XLA may divide once for each element of y, and multiply
             return [fence(x * fence(1 / y))]
         operands = [x, fence(y)]
     return [fence(x) for x in jax_tracing.evaluate(eqn, operands)]

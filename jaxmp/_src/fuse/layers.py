@@ -44,9 +44,10 @@ def find_layers(graph: Graph, products: Sequence[Product], options: Options) -> 
 
 
 def _is_layer(product: Product) -> bool:
-    """True if the product is x @ w, w stored (k, n), perhaps with a bias and an activation, but without factors,
-    scales, an addition, a gather or a collective. The result has the type of x, because a call of layers has one."""
-    is_plain = product.alpha is None and product.collective is None and not product.scales
+    """True if the product is x @ w, w stored (k, n), perhaps with a bias and an activation (not `is_maximum`), but
+    without factors, scales, an addition, a gather or a collective. The result has the type of x, because a call of
+    layers has one."""
+    is_plain = product.alpha is product.collective is None and not (product.scales or product.is_maximum)
     is_kept = product.preactivation is None and product.x.gather is None and product.w.gather is None
     is_layer = product.is_matrix and product.w.contract == (0,) and product.c is None
     return is_layer and is_plain and is_kept and product.dtype == product.x.dtype

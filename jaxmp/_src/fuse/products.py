@@ -45,6 +45,7 @@ class Product:
     scales: tuple[Scale, ...] = ()  # of an int8 product, along dimensions of the result
     bias: Any = None
     activation: ActivationName | None = None
+    is_maximum: bool = False  # the activation is jnp.maximum(z, 0), which has the slope 1/2 at 0, relu has 0
     preactivation: Any = None  # set if other equations read it too
     c: Any = None
     before: Product | None = None  # the product without its activation or c
@@ -334,6 +335,7 @@ def _with_activation(graph: Graph, product: Product) -> Product:
             result=match.output,
             equations=product.equations | match.equations,
             activation=activation.name,
+            is_maximum=activation.reader == "max",
             preactivation=product.result if is_kept else None,
             before=product,
         )
