@@ -182,6 +182,17 @@ def test_empty_products_and_their_gradients(name, m, k, n, lead):
             np.testing.assert_array_equal(got, np.full(like.shape, each))
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("product", [jaxmp.all_gather_matmul, jaxmp.matmul_reduce_scatter])
+def test_gradients_of_an_empty_batch_in_shard_map(product, check_vma, mesh_of):
+    with jax.set_mesh(mesh_of({"x": 4}, AxisType.Auto)):
+        specs = {"in_specs": P(), "out_specs": P(None, "x"), "check_vma": check_vma}
+        f = jax.shard_map(functools.partial(product, axis_name="x"), **specs)
+        grads = jax.jit(jax.grad(lambda x, w: f(x, w).sum(), (0, 1)))(jnp.ones((0, 4, 4)), jnp.ones((4, 4)))
+    assert grads[0].shape == (0, 4, 4)
+    np.testing.assert_array_equal(grads[1], np.zeros((4, 4)))
+
+
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_mapped_gradients_without_columns(activation):
     loss = functools.partial(lambda activation, x, w: jaxmp.linear(x, w, activation=activation).sum(), activation)

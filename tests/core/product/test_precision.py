@@ -130,7 +130,7 @@ def test_a_library_is_given_the_compute_type():
 def test_presets_convert_operands_and_results_as_jax_does(standard_promotion):
     """Operands are converted to the preset's type, which may round them, and sums to the result's type."""
     presets = ("F16_F16_F16", "BF16_BF16_F32", "F32_F32_F32", "BF16_BF16_F32_X3", "F64_F64_F64")
-    dtypes = ("float16", "bfloat16", "float32", "int32", "int8", "float8_e4m3fn")
+    dtypes = ("float16", "bfloat16", "float32", "float64", "int32", "int8", "float8_e4m3fn")
     a, b = jnp.full((3, 4), 3.0), jnp.ones((4, 3))
 
     def run(matmul):
@@ -138,10 +138,11 @@ def test_presets_convert_operands_and_results_as_jax_does(standard_promotion):
             matmul(a.astype(x), b.astype(y), precision=preset, preferred_element_type=out)
             for preset in presets
             for x, y in ((x, y) for x in dtypes for y in (x, "float16"))
-            for out in ("float32", "float16")
+            for out in ("float32", "float16", "float64")
         ]
 
-    results = (jax.jit(functools.partial(run, module.matmul))() for module in (jaxmp, jnp))
+    with jax.enable_x64(True):
+        results = [jax.jit(functools.partial(run, module.matmul))() for module in (jaxmp, jnp)]
     for got, want in zip(*results, strict=True):
         assert got.dtype == want.dtype
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want))

@@ -156,7 +156,8 @@ def unless_empty(collective: F) -> F:
         if x.size != 0:
             return collective(x, *args, **params)
         like: Any = jax.eval_shape(lambda x: collective(x, *args, **params), x)
-        return cast_varying(jnp.zeros(like.shape, like.dtype), like.manual_axis_type.varying)
+        kind = like.manual_axis_type  # None without check_vma
+        return cast_varying(jnp.zeros(like.shape, like.dtype), kind.varying if kind else ())
 
     return cast(F, moved)
 

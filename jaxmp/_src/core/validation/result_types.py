@@ -318,9 +318,9 @@ def _of_kernel(
     asked for.
 
     If a kernel gives `out` for `given`, returns (None, out). Otherwise integers follow `_of_integers`. For an `out` of
-    float64 or complex128, narrower operands and the result become float64, or complex128 if the operands are complex.
-    Operands without a kernel become bfloat16, with a float32 result. Any other type is kept, and the result is the last
-    one in RESULT_TYPES. int8 always follows `_of_int8`.
+    float64 or complex128, narrower operands and the result become float64, or complex128 if the operands are complex,
+    unless `precision` takes no such operands. Operands without a kernel become bfloat16, with a float32 result. Any
+    other type is kept, and the result is the last one in RESULT_TYPES. int8 always follows `_of_int8`.
 
     `given`: the operands' type after `_steps`, or the wide one of two. `low`: types of results that kernels of 8 bits
     and fewer have, or (). `precision`: if it sums in 16 bits, `given` stands for `out`. `asked`: as in `conversion`."""
@@ -338,7 +338,8 @@ def _of_kernel(
     is_complex = jnp.issubdtype(given, jnp.complexfloating)
     if out in (np.float64, np.complex128) and given.itemsize < (16 if is_complex else 8):
         wide = np.dtype(np.complex128 if is_complex else np.float64)
-        return wide, wide
+        if precisions.converted_to(precision, wide) is None:
+            return wide, wide
     if not has_kernel:  # bfloat16 has all numbers of 8 bits and fewer
         return _BFLOAT16, _FLOAT32
     return None, np.dtype(RESULT_TYPES[given.name][-1])
