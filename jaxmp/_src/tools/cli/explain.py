@@ -70,8 +70,8 @@ def program(
 
 
 def _load(place: str) -> Callable[..., Any]:
-    """Runs the file of "FILE.py:NAME", with its folder on the import path meanwhile, and returns what has that name in
-    it; a name with dots is an attribute. Raises CommandError for text of another form, if there is no such Python
+    """Runs the file of "FILE.py:NAME", with its folder on the import path from then on, and returns what has that name
+    in it; a name with dots is an attribute. Raises CommandError for text of another form, if there is no such Python
     file, or if nothing callable has the name; and what the file raises."""
     path, _, name = place.rpartition(":")
     file = Path(path)
@@ -84,10 +84,8 @@ def _load(place: str) -> Callable[..., Any]:
         raise CommandError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(file.resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.pop(0)
+    sys.modules.setdefault(file.stem, module)  # dataclasses look for it there
+    spec.loader.exec_module(module)
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)
