@@ -98,7 +98,9 @@ _SUMS = {
 
 def sentence(row: Row) -> str:
     """Says in one sentence how devices compute a call: they sum partial products, multiply the rows of their groups,
-    receive blocks of A or B (said for device 0), or multiply what they hold."""
+    receive blocks of A or B (said for device 0), or multiply what they hold; or why a call has no `matrices`."""
+    if not row.placement or not row.mesh:
+        return "one device holds everything" if row.ndevices == 1 else "XLA decides which device holds what"
     if row.pattern in _SUMS:
         return _SUMS[row.pattern]
     if not row.has_matrices:

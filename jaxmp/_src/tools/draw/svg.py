@@ -49,8 +49,7 @@ def _call(row: Row, top: float) -> tuple[str, float, float]:
         if sign:
             parts.append(_text(sign, left + width + _GAP / 2, top + _SHORT / 2, "middle", bold=True))
         left, bottom = left + width + _GAP, max(bottom, top + height)
-    note = sentence(row) if found else "XLA decides which device holds what"
-    note = note.replace("in brackets", "with dashed borders")
+    note = sentence(row).replace("in brackets", "with dashed borders")
     parts.append(_text(note, _MARGIN, bottom + _LINE, "start"))
     return "".join(parts), max(left, right, _MARGIN + 6.5 * len(note)), bottom + _LINE
 

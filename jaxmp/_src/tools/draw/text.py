@@ -11,10 +11,11 @@ _MOST = 6  # blocks that are drawn along a dimension
 
 
 def text_of(row: Row) -> str:
-    """Returns the matrices of a call next to each other, with each block's devices; only a note if XLA places them."""
+    """Returns the matrices of a call next to each other, with each block's devices; only a note if
+    XLA places them, or on one device."""
     found = matrices(row)
     if not found:
-        return f"{title(row)}\n  (XLA decides which device holds what)"
+        return f"{title(row)}\n  ({sentence(row)})"
     parts = [_lines(matrix, row.ndevices) for matrix in found]
     height = max(map(len, parts))
     padded = [[*part, *[" " * len(part[0])] * (height - len(part))] for part in parts]
