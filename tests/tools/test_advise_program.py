@@ -224,6 +224,10 @@ def test_plans_use_the_axes_of_the_mesh_that_is_set(mesh_of):
     assert all(plan.mesh == (("x", 2), ("y", 4)) for plan in advice.choices)
     assert ("data", P(("x", "y"), None)) in [(plan.name, plan.arguments[0]) for plan in advice.choices]
     assert any(remark.startswith("left out: ") for remark in advice.remarks)
+    with jax.set_mesh(mesh_of({"x": 4}, AxisType.Explicit)):
+        advice = advice_of(lambda x: x @ x.T, arguments[0])  # JAX refuses rows and columns over one axis
+    assert [plan.name for plan in advice.choices] == ["whole"]
+    assert advice.remarks[0].startswith("left out: data (x=4), which raises ")
     with pytest.raises(ZeroDivisionError):
         advice_of(lambda x, w: x @ w / (1 // 0), *arguments[:2])
 

@@ -32,15 +32,19 @@ def of_a_mesh(x, w, v):
 def plain(x, w, v):
     return (x @ w) @ v
 
-@dataclasses.dataclass
-class Settings:
-    rate: float = 1.0
-
 def alone():
     return 1
 
 def broken(x):
     raise ArithmeticError("no product\\nof this")
+
+@dataclasses.dataclass
+class Config:
+    columns: int = 4
+
+def configured(x):
+    from program_of_weights import of
+    return jaxmp.matmul(x, of(Config().columns))
 """
 
 
@@ -48,6 +52,9 @@ def broken(x):
 def program(tmp_path):
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
+    (tmp_path / "program_of_weights.py").write_text(
+        'import numpy as np\n\ndef of(n):\n    return np.ones((8, n), "f")\n'
+    )
     return str(file)
 
 
@@ -177,10 +184,12 @@ def job_of(monkeypatch, tmp_path, starts):
         lines, logs, statuses = next(starts)
         head = {"machine": {"gpus": nranks}, "total": 4, "why": ""}
         for rank in range(nranks):
+            (folder / f"{rank}.log").write_text(logs[rank])
+            if lines is None:
+                continue
             found = [x | {"check": "types" if x["index"] < 3 else "death of a rank", "of": "f32"} for x in lines[rank]]
             assert not found or found[0]["index"] == first
             (folder / f"{rank}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in (head, *found)))
-            (folder / f"{rank}.log").write_text(logs[rank])
         return statuses
 
     monkeypatch.setattr(accept, "_start", start)
@@ -212,6 +221,13 @@ def test_acceptance_wants_the_reason_of_a_death(monkeypatch, tmp_path):
     assert job["checks"][-1]["error"] == "a process ended: terminated"
 
 
+@pytest.mark.parametrize("lines", [None, [[], []]], ids=["no file", "no check"])
+def test_acceptance_says_why_later_processes_began_no_check(lines, monkeypatch, tmp_path):
+    begun = [[{"index": 0}]] * 2
+    job = job_of(monkeypatch, tmp_path, [(begun, ["a fault", ""], [-11, -9]), (lines, ["", "no card"], [1, 1])])
+    assert (len(job["checks"]), job["not run because"]) == (1, "a process ended: no card")
+
+
 def test_acceptance_names_what_there_was_no_time_for(monkeypatch, tmp_path):
     job = job_of(monkeypatch, tmp_path, [([[{"index": 0, "seconds": 1}, {"index": 1}]] * 2, ["", ""], [None, None])])
     assert (len(job["checks"]), job["not run because"]) == (1, "the time was over")
@@ -233,6 +249,7 @@ def test_explain_prints_the_rows_of_a_function_of_a_file(program, capsys):
     found = json.loads(out)
     assert found["calls"] == [row]
     assert found["memory"]["peak"] > 0
+    assert run(capsys, "explain", f"{program}:configured", "f32[4,8]")[0] == 0
 
 
 def test_types_are_read_as_jax_prints_them():
@@ -241,6 +258,7 @@ def test_types_are_read_as_jax_prints_them():
         found = explain.argument_of(text, mesh)
         assert str(jax.typeof(jax.device_put(np.zeros(found.shape, found.dtype), found.sharding))) == text
     names = {"f32": "float32", "bf16": "bfloat16", "c64": "complex64", "fp8": "float8_e4m3fn", "int8": "int8"}
+    names |= {"i8": "int8", "u8": "uint8", "i4": "int4", "f8_e5m2": "float8_e5m2", "bool": "bool"}
     assert {name: output.dtype_of(name) for name in names} == names
 
 

@@ -89,6 +89,25 @@ def test_memory_that_checkpoint_would_save_is_counted(array):
     assert 3 * 128 * 16 * F32 <= saved <= 5 * 128 * 16 * F32
 
 
+def test_the_largest_arrays_may_be_in_a_loop_or_in_its_carry():
+    def carried(x, w):
+        wide = jnp.sin(jnp.outer(x[:, 0], x))
+        x, wide = jax.lax.fori_loop(0, 3, lambda _, c: (jnp.tanh(c[0] @ w), c[1] * 1.5), (x, wide))
+        return (wide @ jnp.cos(jnp.outer(x[:, 0], x)).T).sum()
+
+    def inside(x, w):
+        def step(x, _):
+            wide = jnp.tanh(jnp.outer(x[:, 0], x))
+            return x + (wide @ jnp.sin(wide.T))[:, :1], None
+
+        return jax.lax.scan(step, x, None, length=3)[0]
+
+    types = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 64), (64, 64))]
+    for fn in (carried, inside):
+        sizes = [each.nbytes for each in compiled(fn, *types).memory.largest]
+        assert [size for size in sizes if size > 64 * 64 * F32] == [16 * 16 * 64 * F32] * 2
+
+
 def test_calls_of_jaxmp_stand_beside_the_collectives(array, mesh):
     x, w = array((8, 16), None, "model"), array((16, 32), "model")
     explanation = compiled(jaxmp.fuse(lambda x, w: jnp.tanh(x @ w).sum(0)), x, w)

@@ -278,6 +278,7 @@ def test_rows_follow_the_program_without_unused_calls():
 
         jaxmp.matmul(a, a)
         c = jaxmp.matmul(jaxmp.matmul(a, b, epilog=Epilog.GELU), b, epilog=Epilog.RELU)
+        jax.debug.print("{}", c[0, 0])
         return jax.lax.scan(step, c, length=5)[0]
 
     rows = jaxmp.explain(program)(abstract((4, 4)), abstract((4, 4))).rows

@@ -100,6 +100,15 @@ def test_the_timeline_shows_when_and_what():
     assert str(Profile(many)).splitlines()[-2] == "  *  call 29"
 
 
+def test_arguments_that_are_no_arrays_stay_what_they_are():
+    def layer(x, w, activation):
+        return jaxmp.linear(x, w, activation=activation)
+
+    for fn in (layer, jax.jit(layer, static_argnums=2), jax.jit(layer, static_argnames="activation")):
+        found = jaxmp.profile(fn, quiet=True)(jnp.ones((8, 4)), jnp.ones((4, 8)), "relu")
+        assert [row.runs for row in found.calls if row.name.startswith("local 8x4x8")] == [1]
+
+
 def test_it_compiles_where_jit_is_disabled():
     with jax.disable_jit():
         found = jaxmp.profile(lambda a: jaxmp.matmul(jnp.sin(a), a), quiet=True)(jnp.ones((8, 8)))

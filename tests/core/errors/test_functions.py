@@ -115,6 +115,7 @@ WRONG = [
     ("audit", (jnp.sin, jax.ShapeDtypeStruct((8,), "float32")), {}, TypeError, "takes arrays, got ShapeDtypeStruct"),
     ("audit", (lambda: 1,), {}, ValueError, "needs an argument with arrays, got none"),
     ("audit", (jnp.sin, ROWS[:1]), {}, ValueError, "one batch of at least 2 rows, got first extents [1]"),
+    ("audit", (jnp.sin, ROWS), {"batch_argnums": "x"}, ValueError, "number some of the 1 arguments, got 'x'"),
     ("audit", (jnp.add, ROWS, ROWS[:2]), {"batch_argnums": (0, 1)}, ValueError, "got first extents [2, 8]; pass batch_argnums="),
     ("audit", (lambda x: jax.new_ref(x)[...], ROWS), {}, NotImplementedError, "mutable arrays, found get of one at test_functions.py:"),
     ("audit", (jnp.sin, ROWS), {"vry": "mesh"}, TypeError, "did you mean vary=?"),

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmp._src.core.validation.operand_checks import is_array
 from jaxmp._src.platform.hardware.call_time import CallTime, Transfer, call_time, kind_of
@@ -156,8 +156,9 @@ class ProgramAdvice(Ranking[Plan]):
 
 def advised(fn: Callable[..., Any], devices: int, hardware: Hardware, quiet: bool) -> Callable[..., ProgramAdvice]:
     """Returns the function that `advise(fn, devices=...)` returns. It compiles a plan for each recipe, prints the table
-    unless `quiet`, and leaves out plans that raise; the remarks name them. If all do, it raises the first error. It
-    raises ValueError if no plan has a product, or if the mesh that is set has another number of devices."""
+    unless `quiet`, and leaves out plans that raise; the remarks name them. If all do, it compiles the plan "whole". If
+    this plan raises too, it raises the first error. It raises ValueError if no plan has a product, or if the mesh that
+    is set has another number of devices."""
     name = getattr(fn, "__name__", type(fn).__name__)
 
     @functools.wraps(fn, updated=())
@@ -172,7 +173,10 @@ def advised(fn: Callable[..., Any], devices: int, hardware: Hardware, quiet: boo
         types, first = jax.tree.leaves(given), len(jax.tree.leaves(given[0][:1]))
         nparameters = first if 1 < first < len(types) else 0
         plans, errors = list[Plan](), dict[str, Exception]()
-        for recipe in recipes(dimensions, types, nparameters, devices, tuple(axes.items())):
+        found = [*recipes(dimensions, types, nparameters, devices, tuple(axes.items()))]
+        for recipe in [*found, Recipe("whole", found[0].mesh, (PartitionSpec(),) * len(types))]:
+            if plans and recipe.name == "whole":
+                break
             try:
                 plans.append(_plan(recipe, fn, (args, kwargs), dimensions.types, hardware))
             except Exception as error:  # what the program raises with these shardings

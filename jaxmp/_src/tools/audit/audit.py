@@ -195,8 +195,8 @@ def _batch(args: Sequence[Any], argnums: int | Sequence[int] | None) -> tuple[tu
         chosen = tuple(i for i, one in enumerate(extents) if one == last)
     else:
         numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        if not numbers or not all(-len(args) <= i < len(args) for i in numbers):
-            raise ValueError(f"audit: batch_argnums has to number some of the {len(args)} arguments, got {argnums}")
+        if not numbers or not all(isinstance(i, int) and -len(args) <= i < len(args) for i in numbers):
+            raise ValueError(f"audit: batch_argnums has to number some of the {len(args)} arguments, got {argnums!r}")
         chosen = tuple(i % len(args) for i in numbers)
     found = sorted(set().union(*(extents[i] for i in chosen)))
     if len(found) != 1 or not found[0] or found[0][0] < 2:

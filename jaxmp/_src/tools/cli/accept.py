@@ -78,36 +78,37 @@ def _job(nranks: int, folder: Path, is_quick: bool, end: float) -> dict[str, Any
     """Runs a job of `nranks` processes until `end`, a `time.monotonic()`. Returns its "name", "machine", "checks" (a
     dict of each check that ended, in order) and "not run because" (why other checks did not run; a text even if all
     ran). A check fails if it does on any rank, or ends its process (except the death of a rank, with the right errors).
-    After such an end the next checks run in new processes. If these write nothing, returns what there is. Raises
+    After such an end the next checks run in new processes. If these begin no check, returns what there is. Raises
     CommandError without CUDA devices, or if the first processes write nothing."""
     found: dict[int, dict[str, Any]] = {}
-    first, total, is_over, head = 0, 1, False, {}
-    while first < total and not is_over:
+    first, total, head, why = 0, 1, dict[str, Any](), ""
+    while first < total:
         here = folder / f"{nranks}.{first}"
         statuses = _start(nranks, first, here, is_quick, end)
         logs = [(here / f"{rank}.log").read_text().strip().rpartition("\n")[2] for rank in range(nranks)]
-        heads = (here / "0.jsonl").read_text().splitlines()[:1] if (here / "0.jsonl").is_file() else []
-        if not heads and first:
+        files = [here / f"{rank}.jsonl" for rank in range(nranks)]
+        written = [file.read_text().splitlines() if file.is_file() else [] for file in files]
+        ended = f"a process ended: {'; '.join(filter(None, logs))}"
+        why = "the time was over" if None in statuses else ended
+        if not first and (not written[0] or "no CUDA" in written[0][0]):
+            raise output.CommandError(json.loads(written[0][0])["why"] if written[0] else why)
+        head = head or json.loads(written[0][0])
+        for line in map(json.loads, (line for lines in written for line in lines[1:])):
+            error = found.get(line["index"], {}).get("error") or line.get("error")
+            found[line["index"]] = line | ({"error": error} if error else {})
+        begun = max(found, default=-1)
+        if None in statuses or begun < first:
             break
-        if not heads or "no CUDA" in heads[0]:
-            raise output.CommandError(json.loads(heads[0])["why"] if heads else f"a process ended: {logs[0]}")
-        head = json.loads(heads[0])
-        for rank in range(nranks):
-            for line in map(json.loads, (here / f"{rank}.jsonl").read_text().splitlines()[1:]):
-                error = found.get(line["index"], {}).get("error") or line.get("error")
-                found[line["index"]] = line | ({"error": error} if error else {})
-        is_over, first, total = None in statuses, max(found, default=0) + 1, head["total"]
-        if not is_over and found and "seconds" not in (last := found[first - 1]):
-            ended = [log for log, status in zip(logs, statuses, strict=True) if status != -signal.SIGKILL]
-            is_right = all(log.startswith("jaxmp.DistributedError: ") for log in ended) and len(ended) == nranks - 1
-            error = "" if last["check"] == _DEATH and is_right else f"a process ended: {'; '.join(filter(None, logs))}"
-            last |= {"error": error, "seconds": None}
-        elif not found:
-            break
-    why = head["why"] or ("the time was over" if is_over else "it needs several GPUs")
+        first, total = begun + 1, head["total"]
+        if "seconds" not in (last := found[begun]):
+            alive = [log for log, status in zip(logs, statuses, strict=True) if status != -signal.SIGKILL]
+            is_right = all(log.startswith("jaxmp.DistributedError: ") for log in alive) and len(alive) == nranks - 1
+            last |= {"error": "" if last["check"] == _DEATH and is_right else ended, "seconds": None}
+    else:
+        why = "it needs several GPUs"
     name = "one process" if nranks == 1 else f"{nranks} processes"
     checks = [found[i] for i in sorted(found) if "seconds" in found[i]]
-    return {"name": name, "machine": head["machine"], "not run because": why, "checks": checks}
+    return {"name": name, "machine": head["machine"], "not run because": head["why"] or why, "checks": checks}
 
 
 def _start(nranks: int, first: int, folder: Path, is_quick: bool, end: float) -> list[int | None]:

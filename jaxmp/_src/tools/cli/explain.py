@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> Result:
 def program(
     place: str, arguments: Sequence[str], mesh: Mesh | None
 ) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
-    """Runs the file of `place`, "FILE.py:NAME", with its folder on the import path meanwhile. Returns (what has that
+    """Runs the file of `place`, "FILE.py:NAME", with its folder on the import path from then on. Returns (what has that
     name in it, its arguments as `argument_of` reads them); a name with dots is an attribute. Raises CommandError for
     text of another form, if there is no such file, or if nothing callable has the name; and what the file raises."""
     path, _, name = place.rpartition(":")
@@ -59,10 +59,7 @@ def program(
     if not file.is_file():
         raise CommandError(f"there is no file {path}")
     sys.path.insert(0, str(file.resolve().parent))
-    try:
-        found: Any = types.SimpleNamespace(**runpy.run_path(path, run_name=file.stem))
-    finally:
-        sys.path.pop(0)
+    found: Any = types.SimpleNamespace(**runpy.run_path(path, run_name=file.stem))
     for part in name.split("."):
         found = getattr(found, part, None)
     if not callable(found):

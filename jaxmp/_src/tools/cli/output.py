@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -70,13 +71,14 @@ def make_cpu_devices(count: int) -> None:
         config.add_xla_flag("xla_force_host_platform_device_count", str(count))
 
 
-_SHORT_TYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn", "f8": "float8_e4m3fn"}
-_SHORT_TYPES |= {f"f{bits}": f"float{bits}" for bits in (16, 32, 64)} | {"c64": "complex64", "c128": "complex128"}
+# Abbreviations of types, which JAX prints in jaxprs.
+_LONG = {"bf": "bfloat", "f": "float", "i": "int", "u": "uint", "c": "complex"}
 
 
 def dtype_of(text: str) -> str:
     """Returns a type's full name from "bf16", "f32" or the name itself. Raises CommandError for other text."""
-    name = _SHORT_TYPES.get(text, text)
+    text = {"f8": "f8_e4m3fn", "fp8": "f8_e4m3fn"}.get(text, text)
+    name = re.sub(r"^(bf|[fiuc])(?=\d)", lambda found: _LONG[found[1]], text)
     try:
         return str(jnp.dtype(name).name)
     except TypeError:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmp._src.platform.hardware.hardware import Hardware
-from jaxmp._src.tools.explain.hlo import Computation, Instruction, Module
+from jaxmp._src.tools.explain.hlo import Computation, Instruction, Module, called_by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +49,9 @@ def memory_of(compiled: Any, module: Module) -> Memory | None:
     if stats is None:
         return None
     entry = module.computations[module.entry]
-    live = sorted(_live_at_peak(entry), key=lambda each: -each.held)
-    largest = [Buffer(each.held, shape_of(each.results), module.line(each), each.op_name) for each in live[:10]]
+    live, inside = _live_at_peak(module, entry)
+    sizes = sorted([*live, *inside], key=lambda each: -each.held)
+    largest = [Buffer(each.held, shape_of(each.results), module.line(each), each.op_name) for each in sizes[:10]]
     has_gradient = any("transpose(" in each.op_name for each in entry.instructions.values())
     forward = (each for each in live if "/jvp(" in each.op_name and "transpose(" not in each.op_name)
     saved = sum(each.held for each in forward if has_gradient and each.opcode != "parameter")
@@ -60,34 +61,53 @@ def memory_of(compiled: Any, module: Module) -> Memory | None:
     return Memory(given + made + temporary - aliased, given, made, temporary, aliased, tuple(largest), donatable, saved)
 
 
-def _live_at_peak(computation: Computation) -> list[Instruction]:
-    """Returns all instructions with results that live when the schedule holds the most bytes. Parameters always live.
-    Constants, and results that share the memory of an operand, are left out."""
+def _live_at_peak(module: Module, computation: Computation) -> tuple[list[Instruction], list[Instruction]]:
+    """Returns the instructions with results that live when the schedule holds the most bytes, as two lists: of
+    `computation`, and of a loop, branch or call that runs then. Parameters of `computation` always live. Constants,
+    results that share the memory of an operand, and what the loop, branch or call takes and returns are left out."""
     order = list(computation.instructions.values())
     last = {each.name: i for i, each in enumerate(order)}
-    alias: dict[str, str] = {}
+    owners = {each.name: [each.name] for each in order}  # the results whose memory a result shares
     for i, each in enumerate(order):
-        for name in each.operands:
-            last[alias.get(name, name)] = i
-        if each.opcode in ("bitcast", "get-tuple-element", "tuple", "while") or each.opcode.endswith("-done"):
-            alias[each.name] = alias.get(each.operands[0], each.operands[0]) if each.operands else each.name
-    for name in {computation.root.name, *computation.root.operands}:
-        last[alias.get(name, name)] = len(order)
+        shared = [owner for name in each.operands for owner in owners[name]]
+        last |= dict.fromkeys(shared, i)
+        if each.opcode == "get-tuple-element" and len(shared) == len(computation.operands(each)[0].shapes):
+            owners[each.name] = [shared[each.numbers("index")[0]]]
+        elif each.opcode in ("bitcast", "get-tuple-element", "tuple", "while") or each.opcode.endswith("-done"):
+            owners[each.name] = shared
+    last |= dict.fromkeys(owners[computation.root.name], len(order))
     ends: dict[int, list[Instruction]] = {}
     live = {each.name: each for each in order if each.opcode == "parameter"}
-    now = most = sum(each.held for each in live.values())
-    found = list(live.values())
+    now = most = _held([*live.values()])
+    found, inside = list(live.values()), list[Instruction]()
     for i, each in enumerate(order):
-        if each.opcode not in ("parameter", "constant") and each.name not in alias:
+        if each.opcode not in ("parameter", "constant") and owners[each.name] == [each.name]:
             live[each.name] = each
             now += each.held
             ends.setdefault(last[each.name], []).append(each)
-        if now > most:
-            most, found = now, list(live.values())
+        inner = max(
+            (_made_inside(module, name) for name, _ in called_by(each) if each.opcode != "fusion"),
+            key=_held,
+            default=[],
+        )
+        if now + _held(inner) > most:
+            most, found, inside = now + _held(inner), list(live.values()), inner
         for ended in ends.pop(i, ()):
             now -= ended.held
             del live[ended.name]
-    return found
+    return found, inside
+
+
+def _made_inside(module: Module, name: str) -> list[Instruction]:
+    """Returns what `_live_at_peak` finds of the computation `name`, without its parameters and results."""
+    computation = module.computations[name]
+    live, inside = _live_at_peak(module, computation)
+    results = computation.operands(computation.root) if computation.root.opcode == "tuple" else [computation.root]
+    return [each for each in (*live, *inside) if each.opcode != "parameter" and each not in results]
+
+
+def _held(found: Sequence[Instruction]) -> int:
+    return sum(each.held for each in found)
 
 
 def _matching(entry: Computation) -> int:

@@ -99,7 +99,7 @@ def rows_of(
         here = line if is_ours else jax_compat.traced_line(eqn) or line
         _follow_gathers(eqn, gathered)
         varying = [jax_compat.varying_axes(v.aval) - gathered.get(id(v), frozenset()) for v in eqn.invars]
-        axes = " and ".join(sorted(terms.get(id(eqn.outvars[0]), ())))
+        axes = " and ".join(axis for v in eqn.outvars[:1] for axis in sorted(terms.get(id(v), ())))
         later = [f"the sum over {axes} is deferred (unreduced)"] * bool(axes)
         if eqn.primitive in MATMULS or eqn.primitive is activated_matmul_p:
             spec, b = eqn.params["spec"], 1 if eqn.primitive in MATMULS else -1

@@ -70,7 +70,7 @@ def terms_of_sums(jaxpr: jax_compat.Jaxpr, known: Mapping[int, Collection[str]])
     equation that makes an unreduced array, the values that they are computed from, back to a product, and `known`, the
     terms among the results. A term leaves a shard_map as a part of an array; JAX makes it an unreduced array."""
     found = dict(known)
-    for eqn in reversed(jaxpr.eqns):
+    for eqn in reversed([each for each in jaxpr.eqns if each.outvars]):
         before = (jax_compat.unreduced_axes(v.aval) for v in eqn.invars)
         new = jax_compat.unreduced_axes(eqn.outvars[0].aval).difference(*before)
         if eqn.primitive not in {*MATMULS, *GROUPED} and not any(jax_compat.subjaxprs(eqn.params)):

@@ -19,6 +19,7 @@ from jaxmp._src.core.validation.operand_checks import check_function
 from jaxmp._src.core.validation.public import public
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime import native
+from jaxmp._src.tools.explain.arrays import split_arrays
 
 _COLUMNS = 72  # of the timeline
 # Everything that is not a call of jaxmp.
@@ -140,7 +141,7 @@ def profile(fn: Callable[..., Any], *, quiet: bool = False) -> Callable[..., Pro
     that are donated are spent by the first run, so donate none.
 
     Args:
-      fn: a function of arrays, jitted or not, with static arguments already bound.
+      fn: a function of arrays, jitted or not. Its other arguments stay as they are.
       quiet: whether to return without printing.
 
     Returns:
@@ -158,14 +159,17 @@ def profile(fn: Callable[..., Any], *, quiet: bool = False) -> Callable[..., Pro
 
     @jax_compat.hides_frames
     def profiled(*args: Any, **kwargs: Any) -> Profile:
-        jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
+        jitted: Any = fn
+        if not hasattr(fn, "lower"):
+            args, kwargs, fn_of_arrays = split_arrays(fn, args, kwargs)
+            jitted = jax.jit(fn_of_arrays)
         with jax.disable_jit(False):  # which the user may have turned on, and JAX compiles nothing under it
             compiled = jitted.lower(*args, **kwargs).compile()
-            jax.block_until_ready(compiled(*args, **kwargs))
+            jax.block_until_ready(jitted(*args, **kwargs))
             has_groups = native.GROUPED_TARGET in compiled.as_text()
             if has_groups:
                 native.take_group_rows()
-            events = _run(compiled, lambda: compiled(*args, **kwargs))
+            events = _run(compiled, lambda: jitted(*args, **kwargs))
             largest, mean = native.take_group_rows() if has_groups else (0.0, 0.0)
             found = Profile(events, largest / mean if mean else None)
         if not quiet:
