@@ -24,7 +24,7 @@ PLACES = {
     "pyproject.toml": rf'(?m)^version = "({VERSION})"$',
     "CITATION.cff": rf"(?m)^version: ({VERSION})$",
     "packaging/conda/recipe.yaml": rf'(?m)^  version: "({VERSION})"$',
-    "packaging/easybuild/jaxmp-foss-2024a.eb": rf"(?m)^version = '({VERSION})'$",
+    "packaging/easybuild/jaxmp-foss-2026.1.eb": rf"(?m)^version = '({VERSION})'$",
     "packaging/spack/package.py": rf'(?m)^    version\("({VERSION})"\)$',
 }
 CITED_DATE = r"(?m)^date-released: (\d{4}-\d\d-\d\d)$"

@@ -291,6 +291,11 @@ def test_everything_is_compared():
             assert _enumerators(OURS, enum) == _enumerators(header, enum), enum
 
 
+@pytest.mark.parametrize("runner", [".ci/run", ".github/workflows/tests.yml"])
+def test_a_run_of_all_tests_installs_the_wheels(runner):
+    assert set(PACKAGES) <= set((ROOT / runner).read_text().replace('"', " ").split())
+
+
 @pytest.mark.parametrize("enum", RECORDED)
 def test_numbers_of_cuda_and_cublas(enum):
     """The numbers equal the record, and the record equals an installed header."""

@@ -68,25 +68,52 @@ def test_the_sessions_of_a_page_run(name, promotion_of_users):
     assert documents.run_doctests(ROOT / "docs" / f"{name}.md") > 2
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+FOLDERS = [ROOT / name for name in (".", "docs", "docs/notebooks", "docs/reports", "packaging")]
+LINKED = sorted(page for folder in FOLDERS for page in folder.glob("*.md"))
+
+
+def _anchors(page):
+    """Returns the anchors of a page's headings, as GitHub and MyST make them."""
+    headings = re.findall(r"^#+ (.*)", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", LINKED, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_between_documents_lead_somewhere(document):
     prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", prose):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", prose):
         if not target.startswith(("api/", "pictures/")):  # `make docs` writes these, and fails if one is missing
-            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+            page = document.parent / target if target else document
+            assert page.exists(), f"{document.name} links to {target}"
+            assert not anchor or anchor in _anchors(page), f"{document.name} links to {target}#{anchor}"
+
+
+def test_the_extras_that_are_named_exist():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    files = [*LINKED, ROOT / "Makefile", ROOT / "pyproject.toml"]
+    text = "\n".join(path.read_text() for path in files if path.stem != "CHANGELOG")
+    named = {extra for group in re.findall(r"['\"](?:\.|jaxmp)\[([\w,]+)\]", text) for extra in group.split(",")}
+    assert len(named) > 5
+    assert named | set(project["tool"]["cibuildwheel"].get("test-extras", ())) <= set(extras)
 
 
 def test_the_tables_of_the_benchmarks_are_those_of_their_json():
     tables = runpy.run_path(str(ROOT / "benchmarks" / "tables.py"))
     for path in tables["PAGES"]:
         assert path.read_text() == tables["page"](path), "python benchmarks/run.py --page"
+    results = tables["load"]()
     worst = min(
         row[ratio]
         for name, ratio in (("matmul", "jaxmp / XLA"), ("layers", "forward"), ("layers", "gradient"))
-        for sections in tables["load"]().values()
+        for sections in results.values()
         for row in sections.get(name, {"rows": ()})["rows"]
     )
-    assert f"the lowest ratio is {worst:.2f}:" in (ROOT / "README.md").read_text()
+    eager = [row for sections in results.values() for row in sections.get("eager", {"rows": ()})["rows"]]
+    vector = max(row["jaxmp / jnp"] for row in eager if row["product"] == "matrix by vector")
+    readme = (ROOT / "README.md").read_text()
+    assert f"the lowest ratio is {worst:.2f}:" in readme
+    assert f"with vectors, which take up to {vector:.1f} times" in readme
 
 
 def test_a_source_distribution_has_what_its_tests_read():

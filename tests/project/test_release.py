@@ -21,7 +21,7 @@ FILES = {
     "pyproject.toml": '[project]\nname = "jaxmp"\nversion = "0.2.0"\n[tool.other]\nminimum-version = "1.0.0"\n',
     "CITATION.cff": "cff-version: 1.2.0\nversion: 0.2.0\ndate-released: 2026-11-22\n",
     "packaging/conda/recipe.yaml": 'context:\n  version: "0.2.0"\n',
-    "packaging/easybuild/jaxmp-foss-2024a.eb": "version = '0.2.0'\n",
+    "packaging/easybuild/jaxmp-foss-2026.1.eb": "version = '0.2.0'\n",
     "packaging/spack/package.py": '    version("0.2.0")\n',
     "CHANGELOG.md": """# Changelog
 
