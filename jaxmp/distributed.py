@@ -127,6 +127,8 @@ def initialize(
     connect = functools.partial(
         bootstrap.connect,
         initialization_timeout,
+        host,
+        int(port),
         coordinator_address,
         num_processes,
         process_id,

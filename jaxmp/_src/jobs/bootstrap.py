@@ -110,13 +110,16 @@ class Membership:
     told: str
 
 
-# Seconds for JAX's service, in rank 0, to tell all processes of absent ones.
-_TOLD = 1.0
+# In a message about absent processes: the most that it lists. Seconds for JAX's service to tell all, then to count.
+_LISTED, _TOLD, _COUNTED = 20, 1.0, 10.0
+_ROLL = b"jaxmp-absent"
 
 
-def connect(timeout: int, coordinator: str, nprocesses: int, process: int, **options: Any) -> None:
+def connect(
+    timeout: int, host: str, port: int, coordinator: str, nprocesses: int, process: int, **options: Any
+) -> None:
     """Connects to JAX's coordination service, which waits for all processes. If some do not come within `timeout`
-    seconds, raises the same DistributedError on all that are here. It names two of the ranks that are missing."""
+    seconds, raises the same DistributedError on all that are here, with their ranks."""
     try:
         jax_distributed.initialize_distributed(timeout, coordinator, nprocesses, process, **options)
     except jax.errors.JaxRuntimeError as error:
@@ -124,10 +127,40 @@ def connect(timeout: int, coordinator: str, nprocesses: int, process: int, **opt
         if not report:
             raise
         time.sleep(_TOLD)
-        here, names = int(report[1]), report[2].split()
+        here = int(report[1])
+        names = (_absent(host, port, process, here, nprocesses) or report[2].split())[:_LISTED]  # the report has two
         more = f" and {nprocesses - here - len(names)} more" * (here + len(names) < nprocesses)
         missing = f"{here} of {nprocesses} processes are here after {timeout} s; missing: {', '.join(names)}{more}"
         raise DistributedError(f"initialize: {missing}") from None
+
+
+def _absent(host: str, port: int, process: int, nhere: int, nprocesses: int) -> list[str]:
+    """Returns the ranks that have not come, as rank 0 hears from the `nhere` processes that have, at the port of JAX's
+    service. Returns an empty list if it does not hear from all of them."""
+    deadline, here, heard = time.monotonic() + _COUNTED, {0}, list[socket.socket]()
+    while process != 0 and time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), _COUNTED) as rank_0:
+            rank_0.sendall(process.to_bytes(4, "big"))
+            told = rank_0.makefile("rb").read()
+            if told.startswith(_ROLL):  # not from the service
+                return told.decode().split()[1:]
+        time.sleep(0.1)
+    if process != 0:
+        return []
+    jax_distributed.end_service()
+    own = _own_address(host)
+    with contextlib.suppress(OSError), socket.create_server((own, port), family=_family(own), backlog=1024) as listener:
+        while len(here) < nhere:
+            listener.settimeout(max(0.001, deadline - time.monotonic()))
+            heard.append(listener.accept()[0])
+            heard[-1].settimeout(0.5)
+            here.add(min(int.from_bytes(heard[-1].recv(4), "big"), nprocesses))
+    here.discard(nprocesses)  # strangers
+    absent = [str(rank) for rank in range(nprocesses) if rank not in here] if len(here) == nhere else []
+    for connection in heard:
+        with contextlib.suppress(OSError), connection:
+            connection.sendall(b" ".join([_ROLL, *map(str.encode, absent)]))
+    return absent
 
 
 def join_job(host: str, process: int, nprocesses: int, timeout: int, *, reach: float, tells: str = "") -> Membership:

@@ -52,6 +52,11 @@ def initialize_distributed(timeout: int, *where: Any, **options: Any) -> None:
         vars(_distributed)["_jax"] = _jax
 
 
+def end_service() -> None:
+    """Ends JAX's coordination service in rank 0, so that its port is free."""
+    _distributed.global_state.service = None
+
+
 def let_gloo_listen_at(host: str) -> None:
     """Makes gloo, XLA's transport between CPUs, listen at the address `host` of this machine when the backend starts.
     By default it listens at the address of the machine's name, which may be a loopback address, or unknown. Replaces
