@@ -1,4 +1,7 @@
-"""Calls trace and lower under JAX's flags that users set and that will become defaults."""
+"""Calls trace and lower under JAX's flags that users set and that will become defaults. Without these tests, under
+jax_remat3 a checkpoint's policy could miss products, so that all of them run twice."""
+
+import re
 
 import cases
 import coming_flags
@@ -26,7 +29,6 @@ def losses(x, w, v, bias):
     yield jaxmp.mlp(x, jax.sharding.reshard(w, P(None, "x")), None, w_rows, bias, activation="silu", out_sharding=whole)
     yield jaxmp.einsum("bij,bjk->bik", *(jnp.stack([each] * 2) for each in (x, w)))
     yield jax.vmap(lambda v: jaxmp.matmul(x, v, determinism="batch"))(v)
-    yield jax.checkpoint(lambda x: jnp.sin(jaxmp.linear(x, w, bias)), policy=jaxmp.dots_saveable)(x)
     yield jax.shard_map(in_shard_map, out_specs=rows)(at_x.T, jax.sharding.reshard(bias, P("x")), bias)
 
 
@@ -56,6 +58,25 @@ def test_values_and_gradients_under_a_flag(name, mesh_of):
     with coming_flags.FLAGS[name](coming_flags.SAID_ELSEWHERE.get(name, True)):
         got = values_and_gradients(mesh)
     jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX 0.10 has no shard_map under jax_remat3")
+def test_a_policy_keeps_products_under_the_coming_checkpoint(mesh_of):
+    mesh = mesh_of({"x": 2})
+
+    def calls(policy):
+        def layer(x, w):
+            return jnp.sin(jaxmp.linear(jnp.sin(jaxmp.matmul(x, w)), w, jnp.ones(8)))
+
+        def loss(x, w):
+            return jax.checkpoint(layer, policy=policy)(x, w).sum()
+
+        x = cases.put(np.ones((8, 8), np.float32), mesh, P())
+        program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(x, x)
+        return len(re.findall("custom_call @jaxmp_matmul", program.as_text()))
+
+    with coming_flags.FLAGS["jax_remat3"](True), jax.set_mesh(mesh):
+        assert (calls(None), calls(jaxmp.dots_saveable)) == (8, 6)
 
 
 @pytest.mark.skipif("jax_custom_jvp3" not in coming_flags.FLAGS, reason="JAX 0.10 has no jax_custom_jvp3")

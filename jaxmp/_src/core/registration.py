@@ -86,7 +86,7 @@ for _product in grouped.GROUPED:
     )
 
 # The policies of `jax.checkpoint` are asked about products, and checkify looks for NaN in all results.
-jax_rules.register_saved(primitives.saves_products)
+jax_rules.register_saved((*PRODUCTS, *grouped.GROUPED), primitives.saves_products)
 jax_rules.register_nan_checks((*PRODUCTS, activation_grad_p, *grouped.GROUPED))
 
 mlir.register_lowering(mesh_position_p, mesh_position_rule)

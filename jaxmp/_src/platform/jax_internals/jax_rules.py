@@ -13,8 +13,10 @@ from typing import Any
 import jax
 from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import checkify as _checkify
+from jax._src import core as _core
 from jax._src import shard_map as _shard_map
 from jax._src.interpreters import partial_eval as _pe
+from jax._src.interpreters import remat as _remat
 from jax._src.lax import parallel as _parallel
 from jax.extend import source_info_util
 from jax.extend.core import Primitive
@@ -72,12 +74,42 @@ def _is_traced_by_jaxmp(traceback: Any) -> bool:
     return next((file for file in files if not file.startswith(own)), "").startswith(jax_compat.PACKAGE)
 
 
-def register_saved(ask: Callable[..., Any]) -> None:
+def register_saved(primitives: Iterable[Primitive], ask: Callable[..., Any]) -> None:
     """Makes `jax.checkpoint` call `ask(policy, primitive, *types, **params)` instead of its policy. Without a policy
-    `ask` is not called, and nothing is saved. Under jax_remat3 the policy itself is called."""
+    `ask` is not called, and nothing is saved. Under jax_remat3, which has rules by primitive, `ask` is called only for
+    `primitives`, and only if jax_remat3 has a rule for shard_map (since JAX 0.11)."""
     split = _pe.custom_partial_eval_rules[_ad_checkpoint.remat_p]
 
     def split_asking(*args: Any, policy: Any, **params: Any) -> Any:
         return split(*args, policy=policy and functools.partial(ask, policy), **params)
 
     _pe.custom_partial_eval_rules[_ad_checkpoint.remat_p] = split_asking
+    if hasattr(_remat.RematTrace, "process_shard_map"):
+        for primitive in primitives:
+            _remat.rules[primitive] = functools.partial(_saved, primitive, ask)
+
+
+def _saved(
+    primitive: Primitive, ask: Callable[..., Any], trace: Any, *operands: Any, **params: Any
+) -> tuple[Any, Any, Callable[..., Any]]:
+    """Returns (results, residuals, a function of residuals and operands that returns differentiable results). Residuals
+    are the results if the policy saves or offloads them, else (): then the function computes them again."""
+
+    def recompute(_: Any, *operands: Any) -> Any:
+        return primitive.bind(*operands, **params)
+
+    results = recompute(None, *operands)
+    case: Any = trace.policy and _pe.ensure_enum(ask(trace.policy, primitive, *map(jax.typeof, operands), **params))
+    if not isinstance(case, _pe.SaveableType | _pe.Offloadable):
+        return results, (), recompute
+
+    def move(kept: Any, end: str) -> Any:
+        if not isinstance(case, _pe.Offloadable):
+            return kept
+        return jax.device_put(kept, _core.mem_kind_to_space(getattr(case, end)), may_alias=False)
+
+    def restore(kept: Any, *operands: Any) -> Any:
+        return jax.tree.map(_ad_checkpoint.primal_left_tangent_right, move(kept, "src"), recompute(None, *operands))
+
+    results = jax.tree.map(_remat.reduce_precision, results)
+    return results, move(results, "dst"), restore

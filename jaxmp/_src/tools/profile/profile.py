@@ -19,7 +19,7 @@ from jaxmp._src.core.validation.operand_checks import check_function
 from jaxmp._src.core.validation.public import public
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime import native
-from jaxmp._src.tools.explain.arrays import split_arrays
+from jaxmp._src.tools.explain.explain import split_arrays
 
 _COLUMNS = 72  # of the timeline
 # Everything that is not a call of jaxmp.
