@@ -93,7 +93,7 @@ def initialize(
       RuntimeError: called twice, or after the backend exists, or there is neither a launcher nor the arguments, or
         the launcher's variables are incomplete, or rank 0 cannot listen at the coordinator's address, or the machine
         has no network.
-      ImportError: mpi4py is missing under mpiexec.
+      ImportError: mpi4py is missing under mpiexec, unless mpiexec is Open MPI's before version 5.
       TypeError: num_processes or process_id is not an int.
       ValueError: arguments that contradict each other, a timeout that is not positive, or a host that cannot be
         resolved.

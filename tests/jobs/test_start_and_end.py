@@ -240,6 +240,17 @@ def test_what_is_missing_of_a_launcher_is_named():
         assert message in ran.stderr
 
 
+def test_open_mpi_is_known_without_mpi4py(monkeypatch):
+    """By the variables of its mpiexec before version 5, as JAX knows it."""
+    for name, value in {"COMM_WORLD_RANK": "1", "COMM_WORLD_SIZE": "2", "COMM_WORLD_LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(f"OMPI_{name}", value)
+    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "1314521088.0;tcp://127.0.0.1:34911")
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    address, processes, process, _ = bootstrap.detect(None, 5)
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", address)
+    assert (processes, process) == (2, 1)
+
+
 def test_launchers_are_known_by_what_they_set():
     assert config.launcher({}) is None
     assert config.launcher({"PMI_RANK": "1", "PMI_SIZE": "4"}) == ("mpi", 4)

@@ -23,7 +23,7 @@ from jaxmp._src.jobs.peers import Peers
 from jaxmp._src.jobs.watch import DistributedError
 from jaxmp._src.platform.jax_internals import jax_distributed
 from jaxmp._src.platform.runtime import cuda_libraries, logs, native
-from jaxmp._src.platform.runtime.config import config, launcher
+from jaxmp._src.platform.runtime.config import config, is_open_mpi_4, launcher
 
 
 def check_arguments(coordinator_address: object, num_processes: Any, process_id: Any) -> None:
@@ -62,7 +62,7 @@ def check_arguments(coordinator_address: object, num_processes: Any, process_id:
 def detect(local_device_ids: int | Sequence[int] | None, timeout: int) -> jax_distributed.Processes:
     """Returns what the launcher (mpiexec or srun) says about this process, by JAX's own detection (`Processes`). Raises
     RuntimeError without a launcher, if its variables are incomplete, or if mpi4py sees another number of processes than
-    mpiexec started; ImportError under mpiexec without mpi4py."""
+    mpiexec started; ImportError under mpiexec without mpi4py, except under Open MPI 4."""
     found = launcher()
     if found is None:
         raise RuntimeError(
@@ -75,15 +75,18 @@ def detect(local_device_ids: int | Sequence[int] | None, timeout: int) -> jax_di
         try:
             mpi = importlib.import_module("mpi4py.MPI")
         except ImportError as error:
-            raise ImportError(
-                f"initialize: this process was started by mpiexec, but mpi4py cannot be imported ({error}); "
-                "pip install 'jaxmp[mpi]', or pass coordinator_address, num_processes and process_id"
-            ) from error
-        if mpi.COMM_WORLD.Get_size() != size:
-            raise RuntimeError(
-                f"initialize: mpiexec started {size} processes but mpi4py sees {mpi.COMM_WORLD.Get_size()}: they "
-                "belong to different MPIs; use the mpiexec that came with mpi4py's MPI"
-            )
+            if not is_open_mpi_4():
+                raise ImportError(
+                    f"initialize: this process was started by mpiexec, but mpi4py cannot be imported ({error}); "
+                    "pip install 'jaxmp[mpi]', or pass coordinator_address, num_processes and process_id"
+                ) from error
+            method = "ompi"
+        else:
+            if mpi.COMM_WORLD.Get_size() != size:
+                raise RuntimeError(
+                    f"initialize: mpiexec started {size} processes but mpi4py sees {mpi.COMM_WORLD.Get_size()}: they "
+                    "belong to different MPIs; use the mpiexec that came with mpi4py's MPI"
+                )
     try:
         processes = jax_distributed.detect_processes(method, local_device_ids, timeout)
         check_arguments(*processes[:3])

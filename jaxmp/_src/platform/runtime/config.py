@@ -181,6 +181,11 @@ def launcher(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None
     return None
 
 
+def is_open_mpi_4() -> bool:
+    """True if Open MPI before version 5 started this process, so that JAX knows the address of rank 0."""
+    return "OMPI_MCA_orte_hnp_uri" in os.environ
+
+
 def add_xla_flag(name: str, value: str) -> None:
     """Adds a flag to XLA_FLAGS unless the flag is there. XLA reads them once, when its first backend starts."""
     flags = os.environ.get("XLA_FLAGS", "")
