@@ -25,6 +25,7 @@ PLACES = {
     "columns of the left operand": (lambda x, q, s: (decode(q, s, x).T @ x.T).T, (N,)),
     "the tensor": (lambda x, q, s: x @ decode(q, s, x), ()),
     "rows of k": (lambda x, q, s: x @ decode(q, s, x), (K, 1)),
+    "blocks of k": (lambda x, q, s: x[:1] @ decode(q.reshape(2, K // 2, N), s, x).reshape(K, N), (2, 1, N)),
     "a group": (lambda x, q, s: lax.ragged_dot(x, decode(q[None], s, x), jnp.array([M])), (1, 1, N)),
     "behind the product": (lambda x, q, s: (x @ q.astype(x.dtype)) * s.astype(x.dtype), (N,)),
     "a number behind": (lambda x, q, s: (x @ q.astype(x.dtype)) * 2.0**-9, ()),

@@ -57,13 +57,18 @@ def of_blocks(q, s, dtype, width=None):
 
 
 BLOCKS = {
-    "columns": lambda x, q, s: x @ of_blocks(q, s, x.dtype),
-    "columns, in float32": lambda x, q, s: x @ of_blocks(q, s, "float32").astype(x.dtype),
-    "groups of columns": lambda x, q, s: x @ of_blocks(q, s, x.dtype, 6),
-    "repeated": lambda x, q, s: (
+    "a block": lambda x, q, s: x @ of_blocks(q, s, x.dtype),
+    "a block, in float32": lambda x, q, s: x @ of_blocks(q, s, "float32").astype(x.dtype),
+    "a block of k and columns": lambda x, q, s: x @ of_blocks(q, s, x.dtype, 6),
+    "a block of k alone": lambda x, q, s: x @ of_blocks(q, s, x.dtype, 1),
+    "a block, repeated": lambda x, q, s: (
         x @ (q.astype(x.dtype) * jnp.repeat(jnp.stack([s, s / 2]).astype(x.dtype), K // 2, axis=0))
     ),
-    "heads": lambda x, q, s: jnp.einsum("mk,khd->mhd", x, of_blocks(q, s, x.dtype).reshape(K, 4, -1)).reshape(-1, N),
+    "a block and a column": lambda x, q, s: x @ (of_blocks(q, s, x.dtype) * s.astype(x.dtype)),
+    "a block, on the left": lambda x, q, s: lax.dot_general(of_blocks(q, s, x.dtype), x, (((0,), (1,)), ((), ()))).T,
+    "a block, heads": lambda x, q, s: jnp.einsum("mk,khd->mhd", x, of_blocks(q, s, x.dtype).reshape(K, 4, -1)).reshape(
+        -1, N
+    ),
 }
 
 
@@ -96,13 +101,47 @@ def test_weights_stay_narrow(narrow, wide):
     assert not re.findall(r" dot\(", text)
 
 
-def test_weights_with_scales_of_blocks_are_decoded_by_the_program():
+@pytest.mark.parametrize("narrow", ["int8", "uint8", "int4", "float8_e4m3fn"])
+def test_scales_of_blocks(narrow):
+    """With few rows, blocks stay narrow; with many rows, or one order of sums, the program decodes the weights."""
     x, q, s = operands("int8")
-    run = jax.jit(lambda *args: [jaxmp.fuse(f)(*args) for f in BLOCKS.values()])
-    check_same(run(x, q, s), exact(BLOCKS.values(), x, q, s))
-    calls = re.findall(r"custom_call @jaxmp.*", run.lower(x, q, s).as_text())
-    assert calls
-    assert not any("xi8" in call for call in calls)
+    q = jnp.abs(q).astype(narrow) if narrow == "uint8" else q.astype(narrow)
+    for rows, options in ((1, {}), (M, {}), (1, {"determinism": "batch"})):
+
+        def run(x, q, s, options=options):
+            return [jaxmp.fuse(f, **options)(x, q, s) for f in BLOCKS.values()]
+
+        each, is_narrow = jax.jit(run), rows == 1 and not options
+        check_same(each(x[:rows], q, s), exact(BLOCKS.values(), x[:rows], q, s))
+        text = each.lower(x[:rows], q, s).as_text()
+        assert ("jaxmp_grouped" in text, "jaxmp_matmul" in text) == (is_narrow, not is_narrow)
+
+
+def test_blocks_inside_of_other_programs():
+    x, q, s = operands("int8", "float32")
+    x, form, ct = x[:1], BLOCKS["a block"], jnp.resize(s, (1, N))
+
+    def programs(f):
+        def loss(x, s):
+            return jnp.sum(f(x, q, s) * ct)
+
+        return [
+            lambda x, q, s: jax.grad(loss, (0, 1))(x, s),
+            lambda x, q, s: jax.grad(jax.checkpoint(loss), (0, 1))(x, s),
+            lambda x, q, s: jax.vmap(f, (0, None, None))(jnp.stack([x, 2 * x]), q, s),
+            lambda x, q, s: lax.scan(lambda x, _: (f(x, q, s)[:, :K], None), x, None, length=2)[0],
+        ]
+
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    specs = [(P(), P(None, "x"), P("x")), (P(None, "x"), P("x"), P()), (P(), P(), P())]
+    on_mesh = [jax.jit(jaxmp.fuse(form), in_shardings=[NamedSharding(mesh, p) for p in each]) for each in specs]
+    on_shards = jax.shard_map(jaxmp.fuse(form), mesh=mesh, in_specs=specs[0], out_specs=P(None, "x"))
+    pairs = [*zip(programs(jaxmp.fuse(form)), programs(form), strict=True), *((run, form) for run in on_mesh)]
+    pairs.append((on_shards, form))
+    for ours, theirs in pairs:
+        run = jax.jit(ours)
+        assert "jaxmp_grouped" in run.lower(x, q, s).compile().as_text()
+        check_same(jax.tree.leaves(run(x, q, s)), jax.tree.leaves(theirs(x, q, s)))
 
 
 def test_gradients():
@@ -110,7 +149,7 @@ def test_gradients():
     backward pass."""
     x, q, s = operands("int8")
     ct = jnp.asarray(np.random.default_rng(2).integers(-2, 3, (M, N)), "float32")
-    forms = [f for name, f in FORMS.items() if "row" not in name]
+    forms = [f for name, f in FORMS.items() if "row" not in name] + list(BLOCKS.values())
 
     def gradients(wrap_loss, wrap, x):
         return [
@@ -150,23 +189,24 @@ def test_loops_and_functions_called_twice():
 
 
 def of_groups(decode):
-    """Returns a product of groups of rows that decodes matrices (4, K, N) with scales (4, N)."""
+    """Returns a product of groups of rows that decodes matrices (4, K, N) with scales (4, 2, N)."""
     return lambda x, q, s: lax.ragged_dot(x, decode(q, s, x.dtype), jnp.array([1, 0, 1, 0]))
 
 
 GROUPS = {
     "no scale": of_groups(lambda q, s, dtype: q.astype(dtype)),
-    "a column": of_groups(lambda q, s, dtype: decode(q, s[:, None], dtype)),
-    "a matrix": of_groups(lambda q, s, dtype: decode(q, s[:, None, :1], dtype)),
-    "the tensor": of_groups(lambda q, s, dtype: decode(q, s[0, 0], dtype)),
-    "stored (n, k)": of_groups(lambda q, s, dtype: decode(q.swapaxes(1, 2), s[..., None], dtype).swapaxes(1, 2)),
+    "a column": of_groups(lambda q, s, dtype: decode(q, s[:, :1], dtype)),
+    "a matrix": of_groups(lambda q, s, dtype: decode(q, s[:, :1, :1], dtype)),
+    "the tensor": of_groups(lambda q, s, dtype: decode(q, s[0, 0, 0], dtype)),
+    "a block": of_groups(lambda q, s, dtype: decode(q.reshape(4, 2, K // 2, N), s[:, :, None], dtype).reshape(4, K, N)),
+    "stored (n, k)": of_groups(lambda q, s, dtype: decode(q.swapaxes(1, 2), s[:, 0, :, None], dtype).swapaxes(1, 2)),
 }
 
 
 @pytest.mark.parametrize("form", GROUPS)
 def test_matrices_of_groups_stay_narrow(form):
     x, q, s = operands("int8", "float32")
-    x, q, s = x[:2], jnp.stack([q, -q, 2 * q, q]), jnp.stack([s * 2.0**i for i in range(4)])
+    x, q, s = x[:2], jnp.stack([q, -q, 2 * q, q]), jnp.stack([jnp.stack([s, 2 * s]) * 2.0**i for i in range(4)])
     q = q.swapaxes(1, 2).reshape(q.shape) if "stored" in form else q
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     theirs = GROUPS[form]
@@ -175,7 +215,7 @@ def test_matrices_of_groups_stay_narrow(form):
         return f(x, q, s), *jax.grad(lambda x, s: (f(x, q, s) ** 2).sum(), (0, 1))(x, s)
 
     wanted = both(theirs, x, q, s)
-    for options in ({}, {"determinism": "batch"}):
+    for options in ({}, {} if "block" in form else {"determinism": "batch"}):
         run = jax.jit(functools.partial(both, jaxmp.fuse(theirs, **options)))
         check_same(run(x, q, s), wanted)
         text = jax.jit(jaxmp.fuse(theirs, **options)).lower(x, q, s).as_text()

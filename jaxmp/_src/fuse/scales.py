@@ -100,6 +100,15 @@ class Parts:
         whole = {self.of([[(i,)]])[0]: i for i in range(ndim)} | {(): None}
         return Scale(value, tuple(whole.get(dim, -1) for dim in self.of(dims)))
 
+    def spread(self, x: Any, dims: Sequence[Sequence[Part]], over: Sequence[Part]) -> jax.Array:
+        """Returns the scale `x`, with the parts `dims`, as a float32 factor of sums (`of_sums`) with one dimension for
+        each part in `over`. It is repeated along parts that `dims` lacks; `over` has all parts of `dims`."""
+        own = tuple(itertools.chain(*dims))
+        x = jnp.reshape(of_sums(x), [self.sizes[part] for part in own])
+        at = [over.index(part) for part in own]
+        x = lax.transpose(x, sorted(range(len(own)), key=at.__getitem__))
+        return lax.broadcast_in_dim(x, [self.sizes[part] for part in over], sorted(at))
+
 
 def of_sums(scale: Any) -> jax.Array:
     """Returns a scale as a float32 factor of sums. Infinity becomes NaN, because it makes a weight of 0 NaN."""

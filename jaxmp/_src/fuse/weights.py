@@ -7,7 +7,9 @@ scale of columns or of the tensor multiplies the sums, in float32, instead of ea
 multiplies the other operand. float32 is wide enough for all products with float16 numbers. For other types, rows of the
 other operand near an end of the range are first multiplied by a power of two, and their sums are divided by it.
 
-With a scale for each block of k the program stays as it is.
+A scale for each block of k multiplies the sums over its block. Each block becomes a group of rows with its own weights,
+and the results of the groups are added. With many rows the results of the groups would take more bytes than the decoded
+weights, so then the program stays as it is.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxmp._src.core.lowering import decide
 from jaxmp._src.core.ops.ragged_dot import ragged_dot
 from jaxmp._src.core.spec import low_precision
 from jaxmp._src.core.spec.low_precision import Scaling
@@ -30,9 +33,9 @@ from jaxmp._src.core.spec.refusal import Refusal
 from jaxmp._src.fuse import emit, ragged
 from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.graph import GATHERS, PASSES, Graph, each_in_place, read, spliced
-from jaxmp._src.fuse.operands import is_auto
+from jaxmp._src.fuse.operands import is_auto, is_explicit
 from jaxmp._src.fuse.products import SUMS
-from jaxmp._src.fuse.scales import Parts, Scale, centred, of_sums, repeated, summable
+from jaxmp._src.fuse.scales import Part, Parts, Scale, centred, of_sums, repeated, summable
 from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 # Primitives that move numbers, narrow or wide.
@@ -47,11 +50,28 @@ _AFTER = ("reduce_scatter", "reshard", *SUMS)
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """A decoded operand of a product: a narrow value, the equations that move it, and its scales."""
+    """A decoded operand of a product: a narrow value, the equations that move it, and its scales. A scale is (a value,
+    for each of its dimensions the operand's `parts` along which it varies: `scales.Parts`). `ndim`: the operand's."""
 
     value: Any
     moves: tuple[Any, ...]  # the last one first
-    scales: Sequence[Scale]
+    scales: tuple[tuple[Any, tuple[tuple[Part, ...], ...]], ...]
+    parts: Parts
+    ndim: int
+
+    def plain(self) -> list[Scale] | None:
+        """Returns the scales as `Scale`s; None if one varies along a part of a dimension (blocks)."""
+        found = [self.parts.scale(value, dims, self.ndim) for value, dims in self.scales]
+        return None if any(-1 in scale.dims for scale in found) else found
+
+    def cut(self) -> list[tuple[Any, tuple[tuple[Part, ...], ...]]]:
+        """Returns `scales` with the parts as later reshapes have cut them, without parts of extent 1."""
+        return [(value, self.parts.of(dims)) for value, dims in self.scales]
+
+    def blocks(self, of_k: Sequence[Part]) -> tuple[Part, ...]:
+        """Returns the parts among `of_k` (of the contraction) along which a scale varies."""
+        varying = {part for _, dims in self.cut() for dim in dims for part in dim}
+        return tuple(part for part in of_k if part in varying)
 
 
 def with_narrow_weights(graph: Graph, options: Options) -> Graph:
@@ -59,14 +79,11 @@ def with_narrow_weights(graph: Graph, options: Options) -> Graph:
     not needed. Returns `graph` itself if no gather or product changes."""
     opened = each_in_place(graph, _of_decoder)
     moved = each_in_place(opened, functools.partial(_of_gather, opened))
-    rules: dict[str, Callable[[Any], Sequence[Any] | None]] = {
-        "dot_general": functools.partial(_of_narrow, moved),
-        "ragged_dot_general": functools.partial(_of_groups, moved, options),
-    }
+    rules = {"dot_general": _of_narrow, "ragged_dot_general": _of_groups}
 
     def rule(eqn: Any) -> Sequence[Any] | None:
-        found = rules.get(eqn.primitive.name)
-        return found and found(eqn)
+        name = eqn.primitive.name
+        return rules[name](moved, options, eqn) if name in rules else None
 
     narrow = each_in_place(moved, rule)
     return graph if narrow is opened else Graph(jax_tracing.needed(narrow.equations, narrow.results), narrow.results)
@@ -92,18 +109,19 @@ def _of_decoder(eqn: Any) -> Sequence[Any] | None:
 
 def _of_gather(graph: Graph, eqn: Any) -> Sequence[Any] | None:
     """Returns equations that gather narrow numbers and then multiply by the scales, instead of a gather of decoded
-    numbers. Returns None for other equations, and unless `_is_whole` for each scale."""
+    numbers. Returns None for other equations, scales of blocks, and unless `_is_whole` for each scale."""
     weights = _weights_of(graph, eqn.invars[0]) if eqn.primitive.name in GATHERS else None
-    if weights is None or not all(_is_whole(graph, scale, eqn) for scale in weights.scales):
+    scales: Any = weights and weights.plain()
+    if weights is None or scales is None or not all(_is_whole(graph, scale, eqn) for scale in scales):
         return None
 
     def gather(given: dict[Any, Any]) -> Any:
         (whole,) = jax_tracing.evaluate(eqn, [_moved(weights, given[weights.value])])
-        for scale in reversed(weights.scales):
+        for scale in reversed(scales):
             whole = scale.times(whole.astype(scale.value.aval.dtype), read(given, scale.value))
         return whole.astype(eqn.outvars[0].aval.dtype)
 
-    return _in_place(eqn, gather, [weights.value, *(scale.value for scale in weights.scales)])
+    return _in_place(eqn, gather, [weights.value, *(scale.value for scale in scales)])
 
 
 def _is_whole(graph: Graph, scale: Scale, eqn: Any) -> bool:
@@ -120,11 +138,12 @@ def _is_whole(graph: Graph, scale: Scale, eqn: Any) -> bool:
     return is_same and eqn.params["all_gather_dimension"] not in scale.varying
 
 
-def _of_narrow(graph: Graph, eqn: Any) -> Sequence[Any] | None:
+def _of_narrow(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None:
     """Returns equations that compute a `dot_general` from its narrow weights, the larger ones if both operands are
     narrow. Returns None without narrow weights, with a batch, weak types or types not in `WIDE`, and if one scale
     varies along k and along columns. With scales returns None also if only a collective reads the result, if not
-    `_are_rows_known`, or if a scale is not sharded like what it multiplies."""
+    `_are_rows_known`, or if a scale is not sharded like what it multiplies. With scales of blocks returns `_of_blocks`,
+    or None if the level has a fixed order of sums."""
     (contract, batch), out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     dtypes = [v.aval.dtype.name for v in eqn.invars]
     # A call of two types gives a weakly typed operand a weakly typed cotangent, but JAX's product does not.
@@ -138,11 +157,13 @@ def _of_narrow(graph: Graph, eqn: Any) -> Sequence[Any] | None:
     if not found:
         return None
     side, weights = max(found, key=lambda each: math.prod(each[1].value.aval.shape))
-    other = eqn.invars[1 - side]
+    other, plain = eqn.invars[1 - side], weights.plain()
+    if plain is None:
+        return None if options.level.fixed_order else _of_blocks(eqn, side, weights)  # XLA adds the sums of blocks
     free = [[i for i in range(v.aval.ndim) if i not in dims] for v, dims in zip(eqn.invars, contract, strict=True)]
     first = len(free[0]) if side else 0  # dimension of the result
     of_result, of_other = [], []
-    for scale in weights.scales:
+    for scale in plain:
         if set(scale.varying) <= set(free[side]):
             of_result.append(scale.along({d: first + i for i, d in enumerate(free[side])}))
         elif set(scale.varying) <= set(contract[side]):
@@ -151,14 +172,14 @@ def _of_narrow(graph: Graph, eqn: Any) -> Sequence[Any] | None:
             return None
     rows, start = free[1 - side], 0 if side else len(free[0])
     of_rows = Scale(other, tuple(start + rows.index(i) if i in rows else None for i in range(other.aval.ndim)))
-    if weights.scales and (_is_moved_after(graph, eqn.outvars[0]) or not _are_rows_known(graph, of_rows, out)):
+    if plain and (_is_moved_after(graph, eqn.outvars[0]) or not _are_rows_known(graph, of_rows, out)):
         return None
     if not all(s.is_sharded_as(out) for s in of_result) or not all(s.is_sharded_as(other.aval) for s in of_other):
         return None
 
     def multiply(given: dict[Any, Any]) -> jax.Array:
         x, q, powers = given[other], _moved(weights, given[weights.value]), []
-        x, of_x = summable(x, contract[1 - side]) if weights.scales else (x, None)
+        x, of_x = summable(x, contract[1 - side]) if plain else (x, None)
         for scale in of_other:
             factor, power = centred(jnp.asarray(read(given, scale.value)))
             powers.append(power.reshape(()))
@@ -167,7 +188,7 @@ def _of_narrow(graph: Graph, eqn: Any) -> Sequence[Any] | None:
             *((q, x) if side == 0 else (x, q)),
             eqn.params["dimension_numbers"],
             eqn.params["precision"],
-            jnp.float32 if weights.scales else out.dtype,
+            jnp.float32 if plain else out.dtype,
             out_sharding=eqn.params["out_sharding"],
         )
         for power in powers:
@@ -205,33 +226,77 @@ def _moved(weights: Weights, q: Any) -> Any:
     return q
 
 
+def _of_blocks(eqn: Any, side: int, weights: Weights) -> Sequence[Any] | None:
+    """Returns equations that compute a `dot_general` from the narrow operand `side` (0: lhs, 1: rhs), with scales of
+    contiguous blocks of k, as a `ragged_dot` with a group for each block. Returns None on other platforms than CPUs, on
+    explicit axes, if the program transposes the narrow numbers, if k is not first in them or its blocks are not
+    contiguous, and if rows times blocks are more than a quarter of k."""
+    contract, out, other = eqn.params["dimension_numbers"][0], eqn.outvars[0].aval, eqn.invars[1 - side]
+    rows = [i for i in range(other.aval.ndim) if i not in contract[1 - side]]
+    shape, parts = eqn.invars[side].aval.shape, weights.parts
+    count = len(contract[side])
+    of_k, of_n = (sum(parts.of([[(i,)] for i in dims]), ()) for dims in (range(count), range(count, len(shape))))
+    scales, blocks = weights.cut(), weights.blocks(of_k)
+    m, k, n = math.prod(other.aval.shape[i] for i in rows), math.prod(shape[:count]), math.prod(shape[count:])
+    groups = math.prod(parts.sizes[part] for part in blocks)
+    # Up to this many rows the groups' results take no more bytes than the weights, and less time than decoding.
+    is_worth = 4 * m * groups <= k and blocks == of_k[: len(blocks)] and tuple(contract[side]) == tuple(range(count))
+    avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+    if not is_worth or decide.here().platform != "cpu" or any(map(is_explicit, avals)):
+        return None
+    if any(move.primitive.name == "transpose" for move in weights.moves):
+        return None
+
+    def multiply(given: dict[Any, Any]) -> jax.Array:
+        x = lax.transpose(given[other], (*rows, *contract[1 - side])).reshape(m, groups, k // groups)
+        x, power = summable(x.swapaxes(0, 1).reshape(m * groups, -1), (1,))
+        q = _moved(weights, given[weights.value])
+        d = lax.ragged_dot(
+            x,
+            q.reshape(groups, k // groups, n),
+            jnp.full(groups, m, jnp.int32),
+            precision=eqn.params["precision"],
+            preferred_element_type=jnp.float32,
+        ).reshape(groups, m, n)
+        for value, dims in scales:
+            d = d * parts.spread(read(given, value), dims, (*blocks, *of_n)).reshape(groups, 1, n)
+        d = (d * power.reshape(groups, m, 1)).sum(0).astype(out.dtype)
+        return (d if side else d.T).reshape(out.shape)
+
+    return _in_place(eqn, multiply, [other, weights.value, *(value for value, _ in scales)])
+
+
 def _of_groups(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None:
     """Returns equations that compute a `lax.ragged_dot` from narrow matrices. Returns None without narrow matrices, for
     weak types or types not in `WIDE`, for other dimension numbers, if XLA would multiply, and if shardings do not fit.
-    With scales returns None unless `_are_rows_known`, and if a scale varies along k."""
+    With scales returns None unless `_are_rows_known`. With scales of blocks of k returns None if the level has a fixed
+    order of sums, if the blocks are not contiguous, and if rows times blocks are more than a quarter of k times the
+    number of matrices."""
     (x, w, sizes), out = eqn.invars, eqn.outvars[0].aval
     is_left = eqn.params["ragged_dot_dimension_numbers"] != MATRICES or any(v.aval.weak_type for v in (x, w))
     dtypes = {v.dtype.name for v in (x.aval, w.aval, out)}
     weights = None if is_left or not dtypes <= set(low_precision.WIDE) else _weights_of(graph, w)
     if weights is None or ragged.is_of_xla(eqn, options):
         return None
-    scales, (g, _, n) = weights.scales, w.aval.shape
-    if any(1 in scale.varying for scale in scales):
+    parts = weights.parts
+    of_g, of_k, of_n = parts.of([[(i,)] for i in range(3)])
+    scales, blocks = weights.cut(), weights.blocks(of_k)
+    (m, k), (g, _, n) = x.aval.shape, w.aval.shape
+    count = math.prod(parts.sizes[part] for part in blocks)
+    if blocks and (options.level.fixed_order or blocks != of_k[: len(blocks)] or 4 * m * count > g * k):
         return None
     if scales and not _are_rows_known(graph, Scale(x, (0, None)), out):
         return None
 
     def multiply(given: dict[Any, Any]) -> jax.Array:
-        factor = jnp.ones((g, n), jnp.float32)
-        for scale in scales:
-            factor = scale.along({0: 0, 2: 1}).times(factor, of_sums(read(given, scale.value)))
-        factor = jnp.clip(factor, -_LARGEST, _LARGEST)  # so that 0 times it is 0
+        factors = [parts.spread(read(given, value), dims, (*of_g, *blocks, *of_n)) for value, dims in scales]
+        factor = jnp.clip(math.prod(factors, start=jnp.float32(1)), -_LARGEST, _LARGEST)  # so that 0 times it is 0
         rows, power = summable(given[x], (1,)) if scales else (given[x], None)
         d = ragged_dot(
             rows,
             _moved(weights, given[weights.value]),
             given[sizes],
-            scaling=Scaling(b=factor) if scales else None,
+            scaling=Scaling(b=factor.reshape((g, count, n) if blocks else (g, n))) if factors else None,
             precision=eqn.params["precision"],
             preferred_element_type=out.dtype,
             out_sharding=emit.out_sharding(out),
@@ -241,7 +306,7 @@ def _of_groups(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
         return d if power is None else d * power.astype(d.dtype)
 
     try:
-        return _in_place(eqn, multiply, [x, weights.value, sizes, *(scale.value for scale in scales)])
+        return _in_place(eqn, multiply, [x, weights.value, sizes, *(value for value, _ in scales)])
     except Refusal:  # if the shardings do not fit together
         return None
 
@@ -270,8 +335,7 @@ def _is_moved_after(graph: Graph, v: Any) -> bool:
 
 
 def _weights_of(graph: Graph, v: Any) -> Weights | None:
-    """Returns the narrow weights of `v`, if the program only casts, moves and multiplies them by scales, none of which
-    varies along a part of a dimension (blocks); else None."""
+    """Returns the narrow weights of `v`, if the program only casts, moves and multiplies them by scales; else None."""
     moves: tuple[Any, ...] = ()
     scales: tuple[Any, ...] = ()
     parts, ndim = Parts(v.aval.shape), v.aval.ndim
@@ -281,8 +345,7 @@ def _weights_of(graph: Graph, v: Any) -> Weights | None:
         if name == "convert_element_type":
             v = eqn.invars[0]
             if v.aval.dtype.name in low_precision.NARROW:
-                plain = [parts.scale(value, along, ndim) for value, along in scales]
-                return None if any(-1 in scale.dims for scale in plain) else Weights(v, moves, plain)
+                return Weights(v, moves, scales, parts, ndim)
             if v.aval.dtype.name not in low_precision.WIDE:
                 return None
         elif name == "mul" and dims is not None:
