@@ -97,12 +97,8 @@ def test_what_differs_together_is_named_by_line(program, rng):
 
 
 def test_a_remedy_that_helps_is_the_last_one_tried(rng, monkeypatch):
-    remedies = [
-        ("this", Side.whole),
-        ("that", lambda side: [np.zeros(side.arrays[0].shape, "f")]),
-        ("more", Side.whole),
-    ]
-    monkeypatch.setattr(together, "_remedies", lambda *_: remedies)
+    helps = ("that", lambda side: [np.zeros(side.arrays[0].shape, "f")])
+    monkeypatch.setattr(together, "_remedies", lambda *_: [("this", Side.whole), helps, ("more", Side.whole)])
     found = audit(planted)(rng.standard_normal((8, 6)).astype(np.float32))
     assert found.trials == (together.Trial("this", 1, 1), together.Trial("that", 0, 1))
     assert "tried on this program: that: 0 of 1 outputs differ then" in str(found)
