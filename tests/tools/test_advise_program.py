@@ -284,14 +284,10 @@ FOLLOWED = {
 def test_a_dimension_is_followed_through_operations(name):
     fn, dims = FOLLOWED[name]
     shape = jax.eval_shape(fn, array(64, 128)).shape
-
-    def program(x, w):
-        return lax.dot_general(fn(x), w, (((len(shape) - 1,), (len(shape) - 1,)), (_front(shape), _front(shape))))
-
-    def _front(shape):
-        return tuple(range(len(shape) - 1))
-
-    found = Dimensions(jax.make_jaxpr(program)(array(64, 128), array(*shape)).jaxpr)
+    *batch, summed = range(len(shape))
+    numbers = ((summed,), (summed,)), (batch, batch)
+    program = jax.make_jaxpr(lambda x, w: lax.dot_general(fn(x), w, numbers))
+    found = Dimensions(program(array(64, 128), array(*shape)).jaxpr)
     x, w = found.arguments
     assert tuple(x.index(dim) if dim in x else None for dim in w) == dims
 

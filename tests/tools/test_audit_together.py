@@ -45,8 +45,8 @@ def planted(x):
     return -SECOND.bind(jnp.maximum(y, 0.5))
 
 
-def line(offset):
-    return f"test_audit_together.py:{planted.__code__.co_firstlineno + offset}"
+def line_of(program, offset):
+    return f"test_audit_together.py:{program.__code__.co_firstlineno + offset}"
 
 
 @pytest.mark.parametrize("wanted", [{0, 39}, {3, 7, 12}, {5}, set(range(18, 24))])
@@ -84,24 +84,21 @@ def test_what_differs_together_is_named_by_line(program, rng):
     found = audit(program, compiler_options=given)(x)
     assert not found.rows
     assert [one.variant for one in found.outputs] == ["1 row", "4 rows", "11 rows"]
-    assert [one.operations for one in found.together] == [(("first", line(1)), ("second", line(2)))]
+    first, second = (line_of(planted, offset) for offset in (1, 2))
+    assert [one.operations for one in found.together] == [(("first", first), ("second", second))]
     # Nothing helps, so nothing is recommended; what was given is not tried again.
     assert found.trials[0].remedy == 'jaxmp.fuse(fn, determinism="batch")'
     assert {(one.differing, one.outputs) for one in found.trials} == {(1, 1)}
     assert f"jax.jit(fn, compiler_options={given})" not in [one.remedy for one in found.trials]
     text = str(found)
-    assert f"\ndiffer if compiled together: first {line(1)}, second {line(2)}" in text
+    assert f"\ndiffer if compiled together: first {first}, second {second}" in text
     assert "no remedy is known; tried without success: jaxmp.fuse(" in text
     assert "tried on this program" not in text
 
 
 def test_a_remedy_that_helps_is_the_last_one_tried(rng, monkeypatch):
-    remedies = [
-        ("this", Side.whole),
-        ("that", lambda side: [np.zeros(side.arrays[0].shape, "f")]),
-        ("more", Side.whole),
-    ]
-    monkeypatch.setattr(together, "_remedies", lambda *_: remedies)
+    helps = ("that", lambda side: [np.zeros(side.arrays[0].shape, "f")])
+    monkeypatch.setattr(together, "_remedies", lambda *_: [("this", Side.whole), helps, ("more", Side.whole)])
     found = audit(planted)(rng.standard_normal((8, 6)).astype(np.float32))
     assert found.trials == (together.Trial("this", 1, 1), together.Trial("that", 0, 1))
     assert "tried on this program: that: 0 of 1 outputs differ then" in str(found)
@@ -127,7 +124,3 @@ def test_divisions_of_a_mesh_are_equal_or_have_a_remedy(mesh_of, rng):
         assert found.trials[-1].remedy == 'jaxmp.fuse(fn, determinism="topology")'
         found = audit(jaxmp.fuse(program, determinism="topology"), vary="mesh")(x, y)
         assert not found.outputs
-
-
-def line_of(program, offset):
-    return f"test_audit_together.py:{program.__code__.co_firstlineno + offset}"

@@ -72,11 +72,8 @@ def test_layers_of_flax_and_equinox_have_the_line_of_their_call():
 
 def test_a_cell_has_the_number_that_ipython_knows(monkeypatch):
     of_ipython(monkeypatch, {KERNEL: ("Cell", "In[5]")})
-    assert [line_name(file, 2) for file in (KERNEL, "/tmp/ipykernel_123/789.py", "train.py")] == [
-        "cell 5:2",
-        "cell:2",
-        "train.py:2",
-    ]
+    names = [line_name(file, 2) for file in (KERNEL, "/tmp/ipykernel_123/789.py", "train.py")]
+    assert names == ["cell 5:2", "cell:2", "train.py:2"]
     cell = {}
     exec(compile("import jaxmp\ndef program(x):\n    return jaxmp.matmul(x, x)\n", KERNEL, "exec"), cell)
     (row,) = jaxmp.explain(cell["program"], quiet=True)(jax.ShapeDtypeStruct((4, 4), "float32")).rows

@@ -263,7 +263,8 @@ def _side(trace: Callable[..., Side], mesh: Mesh, arrays: Sequence[Any]) -> Side
     try:
         hosts = [bits.pull(x) for x in arrays]
         with jax.set_mesh(mesh):
-            placed = [bits.place(host, NamedSharding(mesh, _spec(x))) for host, x in zip(hosts, arrays, strict=True)]
+            specs = (getattr(x.sharding, "spec", P()) for x in arrays)
+            placed = [bits.place(host, NamedSharding(mesh, spec)) for host, spec in zip(hosts, specs, strict=True)]
             for i, x in enumerate(arrays):
                 if bits.is_key(x):
                     placed[i] = jax.random.wrap_key_data(placed[i], impl=jax.random.key_impl(x))
@@ -297,7 +298,3 @@ def _smaller(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
         factors = (next((n for n in range(2, size) if size % n == 0), size) for size in found[0])
         found.insert(0, tuple(size // factor for size, factor in zip(found[0], factors, strict=True)))
     return found
-
-
-def _spec(x: jax.Array) -> P:
-    return x.sharding.spec if isinstance(x.sharding, NamedSharding) else P()

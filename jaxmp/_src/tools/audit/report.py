@@ -66,7 +66,7 @@ class Report:
         self._rows: dict[Any, Row] = {}
         self._runs = collections.Counter[Any]()
         self._uncompared: dict[Uncompared, None] = {}
-        self._turns: dict[Any, int] = {}  # by row, the number of the last run that was counted
+        self._turns = collections.defaultdict[Any, set[int]](set)  # by row, the numbers of the runs that differ
 
     def ran(self, eqn: Any, line: str) -> None:
         self._runs[_key(eqn, line)] += 1
@@ -77,7 +77,8 @@ class Report:
         """Adds the difference `found` in one output of an equation's last run to the row of its line, operation and
         shapes, which all variants share. A run with several differences counts once. `is_other`: the variant has other
         equations there. Such differences have a row of their own."""
-        key, turn = (_key(eqn, line), is_other), self._runs.total()
+        key = _key(eqn, line), is_other
+        self._turns[key].add(self._runs.total())
         avals = [v.aval for v in (*eqn.invars, eqn.outvars[output])]
         new = Row(
             line=line,
@@ -94,10 +95,9 @@ class Report:
         self._rows[key] = dataclasses.replace(
             row,
             variants=tuple(dict.fromkeys((*row.variants, variant))),
-            count=row.count + (self._turns.get(key) != turn),
+            count=len(self._turns[key]),
             difference=row.difference.merge(found),
         )
-        self._turns[key] = turn
 
     def skips(self, eqn: Any, line: str, why: str) -> None:
         """Notes an operation that cannot be compared, and why; equal notes count once."""

@@ -133,7 +133,8 @@ class _Causes(Search):
         "unplaced" if the place of the reader's operand is unknown."""
         reader, through = self.reader()
         made = self.module.line(self.source) or self.module.line(self.collective)
-        returned = self.returned(through) if reader is None and self.is_entry else None
+        is_end = reader is None and self.computation.name == self.module.entry
+        returned = self.returned(through) if is_end else None
         kinds = [self.program.dims(*each[:3]) for each in returned or ()]
         keeps = reader is None and kinds[:1] == kinds[1:]
         if self.collective.primitive in ALONG and (cause := self._around(keeps, made)):

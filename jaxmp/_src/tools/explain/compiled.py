@@ -14,7 +14,6 @@ from typing import Any
 import jax
 
 from jaxmp._src.core.sharding import partitioner
-from jaxmp._src.platform.hardware.hardware import Hardware
 from jaxmp._src.platform.jax_internals import jax_compiled
 from jaxmp._src.platform.runtime import native
 from jaxmp._src.platform.runtime.text import aligned, as_html, short_type
@@ -79,13 +78,11 @@ class CompiledExplanation:
         and for each call of jaxmp that reads data of other devices.
       calls: the `Explanation` of its jaxmp calls.
       memory: a `Memory`, or None if the platform does not report it.
-      hardware: the machine that the memory is compared with, or None.
     """
 
     rows: tuple[Operation, ...]
     calls: Explanation
     memory: Memory | None = None
-    hardware: Hardware | None = None
 
     @property
     def collectives(self) -> tuple[Operation, ...]:
@@ -152,7 +149,7 @@ class CompiledExplanation:
                 listed = ", ".join(f"{name} {size_of(nbytes)}" for name, nbytes in sums[:6])
                 notes.append(f"by {what}: {listed}{', ...' * (len(sums) > 6)}")
         if self.memory is not None:
-            notes += memory_notes(self.memory, self.hardware)
+            notes += memory_notes(self.memory, self.calls.hardware)
         return notes
 
 
@@ -193,7 +190,7 @@ def compiled_explanation(compiled: Any, program: Program, calls: Explanation) ->
         shape = f"{dtype}[{','.join(map(str, row.local_shapes[2]))}]"
         what = (f"jaxmp {row.pattern.replace('_', '-')}", why.line, row.axes, row.bytes_moved, row.count, shape)
         rows.append(Operation(*what, why.text, why.remedy, why.kind, is_hidden=row.implementation not in shared))
-    return CompiledExplanation(tuple(rows), calls, memory_of(compiled, program.compiled), calls.hardware)
+    return CompiledExplanation(tuple(rows), calls, memory_of(compiled, program.compiled))
 
 
 def _dumped(folder: str, when: str) -> Module | None:

@@ -181,14 +181,7 @@ def _follow_gathers(eqn: Any, gathered: dict[int, frozenset[str]]) -> None:
 
 
 def matmul_row(
-    spec: MatmulSpec,
-    a: Any,
-    b: Any,
-    line: str = "",
-    count: int = 1,
-    *,
-    varying: tuple[Collection[str], Collection[str]] = ((), ()),
-    dims: tuple[Dim, ...] = (),
+    spec: MatmulSpec, a: Any, b: Any, line: str, count: int, *, varying: shards.Varying, dims: tuple[Dim, ...]
 ) -> Row:
     """Returns the row of a product of one device's shards, with the types `a` and `b`. In a batch, it is the row of one
     index. `count` is used as it is. `varying`: the axes along which a, and along which b, differs between ranks.
@@ -255,7 +248,7 @@ def _decided(decision: decide.Decision, mesh: MeshAxes, axes: Dim, note: str = "
     }
 
 
-def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: int = 1) -> Row:
+def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str, count: int) -> Row:
     """Returns the row of a product of groups of rows (`ragged_dot`). `avals`: the types of x, w, bounds and the result.
     `flops` counts all rows, also rows outside of the groups; on a mesh, of all devices together."""
     x, w, bounds, d = avals

@@ -19,8 +19,11 @@ from jaxmp._src.core.primitive.primitives import MATMULS
 from jaxmp._src.core.spec.matmul_spec import MatmulSpec
 from jaxmp._src.platform.jax_internals import jax_compat
 
+# The axes along which a, and along which b, differs between ranks.
+Varying = tuple[Collection[str], Collection[str]]
 
-def outside(spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]]) -> tuple[Dim, Dim]:
+
+def outside(spec: MatmulSpec, varying: Varying) -> tuple[Dim, Dim]:
     """Returns (axes along which other groups have other rows of a; axes along which they have other columns of b),
     without the group's own axes, and without axes along which both a and b differ, a batch."""
     of_a, of_b = (set(axes) - set(spec.group.axes) for axes in varying)

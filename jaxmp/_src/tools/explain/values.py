@@ -170,10 +170,6 @@ class Search(Values):
     def source(self) -> Instruction:
         return partitioned.source(self.computation, self.collective, self.number)
 
-    @property
-    def is_entry(self) -> bool:
-        return self.computation.name == self.module.entry
-
     def reader(self) -> tuple[Instruction | None, Instruction]:
         """Returns (reader of the collective's result, or None if that leaves the computation; the instruction read)."""
         waiting = [self.collective]

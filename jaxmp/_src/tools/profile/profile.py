@@ -9,7 +9,7 @@ import re
 import string
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,12 @@ from jaxmp._src.core.validation.public import public
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime import native
 from jaxmp._src.tools.explain.explain import split_arrays
+from jaxmp._src.tools.explain.hlo import Instruction, Module
 
 _COLUMNS = 72  # of the timeline
 # Everything that is not a call of jaxmp.
 _OTHERS = "other operations"
-# A call in a program's text: its name, and the range of jaxmp's in its metadata.
-_INSTRUCTION = re.compile(r"(?:ROOT )?%?(\S+) = ")
-_RANGE = re.compile(r'op_name="[^"]*?jaxmp (\w+ \d+x[^"/]+)/')
 _TARGETS = (native.TARGET, native.GROUPED_TARGET, native.START_TARGET, native.COLLECT_TARGET)
-_CALLS = tuple(f'custom_call_target="{target}"' for target in _TARGETS)
 # Instructions that contain others, and so include their times.
 _HOLDERS = re.compile(r"(while|call|conditional)(\.\d+)?$")
 
@@ -221,21 +218,20 @@ def _ranges_of(program: str) -> dict[str, str]:
     """Returns a name for each jaxmp call in a compiled program's text, by the call's instruction. The name is the range
     that jaxmp put around the call, or `_described` if XLA has dropped the range."""
     found = {}
-    for line in map(str.strip, program.splitlines()):
-        if any(call in line for call in _CALLS) and (match := _INSTRUCTION.match(line)):
-            named = _RANGE.search(line)
-            found[match[1]] = named[1] if named else _described(line)
+    for computation, each in Module(program).places():
+        if each.attribute("custom_call_target").strip('"') in _TARGETS:
+            named = re.search(r"jaxmp (\w+ \d+x[^/]+)/", each.op_name)
+            found[each.name] = named[1] if named else _described(each, computation.operands(each))
     return found
 
 
-def _described(line: str) -> str:
-    """Returns "<pattern> <m>x<k>x<n> <types> <level>" for a call's line, from its attributes. The result has a and b as
-    in jaxmp; the attributes have them swapped, because libraries are column-major. A `ragged_dot` has no such
-    attributes: returns "ragged_dot <m>x<k>x<n> <types>"."""
-    of = dict(re.findall(r'(\w+) = "?([\w.]+)', line))
+def _described(call: Instruction, operands: Sequence[Instruction]) -> str:
+    """Returns "<pattern> <m>x<k>x<n> <types> <level>" for a call, from its attributes. The result has a and b as in
+    jaxmp; the attributes have them swapped, because libraries are column-major. A `ragged_dot` has no such attributes:
+    returns "ragged_dot <m>x<k>x<n> <types>"."""
+    of = dict(re.findall(r'(\w+) = "?([\w.]+)', call.attributes))
     if "pattern" in of:
         types = f"{of['dtype_b']}*{of['dtype_a']}->{of['dtype_d']}"
         return f"{of['pattern']} {of['n']}x{of['k']}x{of['m']} {types} {of['determinism']}"
-    d, x, w = re.findall(r"(\w+)\[([\d,]*)\]", line)[:3]
-    (_, m, k), n = x[1].split(","), d[1].rpartition(",")[2]
-    return f"ragged_dot {m}x{k}x{n} {x[0]}*{w[0]}->{d[0]}"
+    (d, (*_, n)), (x, (_, m, k)), (w, _) = (each.shapes[0] for each in (call, *operands[:2]))
+    return f"ragged_dot {m}x{k}x{n} {x}*{w}->{d}"
