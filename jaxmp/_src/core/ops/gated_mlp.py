@@ -119,7 +119,7 @@ def gated_mlp(
     }
     if found != "relu":
         activated.refuse_integers(layers.calls[0].spec)
-    h: jax.Array = activated.compiled(jaxmp_gated, act)(_static(layers, operands), act, operands)
+    h: jax.Array = activated.compiled(jaxmp_gated, act)(*_static(layers, operands), act, operands)
     with DOWN.naming():
         if not layers.plans:
             return dense(down._replace(a=h, in_shardings=None), None)
@@ -153,19 +153,10 @@ def _up(layers: Layers, request: Request, axis_name: AxisName | None) -> Operand
 # The hidden layer ------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Hidden:
-    """The products of gate and up, hashable: the gate's call, its plan, and whether a device gets x once for both."""
-
-    call: Call
-    plan: Contraction
-    shares_x: bool
-
-
-def _static(layers: Layers, operands: Operands) -> _Hidden:
-    """Returns the static argument of `jaxmp_gated`. The plan is LOCAL if XLA partitions the products. `shares_x` is
-    True if a plan by jaxmp brings whole rows of x to a device. `shares_x` is False for a transposed plan, an empty
-    operand, and a result that is resharded after `shard_map`."""
+def _static(layers: Layers, operands: Operands) -> tuple[Call, Contraction, bool]:
+    """Returns (the gate's call, its plan, whether a device gets x once for both products). The plan is LOCAL if XLA
+    partitions the products. A device gets x once if a plan by jaxmp brings whole rows of x to it, except for a
+    transposed plan, an empty operand, and a result that is resharded after `shard_map`."""
     call, plan = layers.calls[0], layers.plans[0] if layers.plans else LOCAL
     # Other patterns do not bring x to a device, or bring a part of its columns.
     brings_x = bool(layers.plans) and (not plan.communicates or plan.gathers or (plan.is_grid and not plan.col_axes))
@@ -175,24 +166,24 @@ def _static(layers: Layers, operands: Operands) -> _Hidden:
         # The product with w_up may have a bias even if the gate's has none.
         entries = dict(call.frame.entries) | {"bias": Entry(meshes.partition_spec((plan.layout.d[-1],)))}
         call = dataclasses.replace(call, frame=dataclasses.replace(call.frame, entries=tuple(entries.items())))
-    return _Hidden(call, plan, shares_x)
+    return call, plan, shares_x
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def jaxmp_gated(hidden: _Hidden, act: Function | None, operands: Operands) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def jaxmp_gated(call: Call, plan: Contraction, shares_x: bool, act: Function | None, operands: Operands) -> jax.Array:
     """The hidden layer, `act(x @ w_gate + b_gate) * (x @ w_up + b_up)`."""
-    return activated.activate(act, _preactivations(hidden, operands))
+    return activated.activate(act, _preactivations(call, plan, shares_x, operands))
 
 
-def _preactivations(hidden: _Hidden, operands: Operands) -> Preactivations:
-    """Computes x @ w_gate + b_gate and x @ w_up + b_up, as `activated.preactivations` returns them. If
-    `hidden.shares_x`, x is gathered once for both, on shards; else they are two calls."""
-    plan, call, spec = hidden.plan, hidden.call, hidden.call.spec
+def _preactivations(call: Call, plan: Contraction, shares_x: bool, operands: Operands) -> Preactivations:
+    """Computes x @ w_gate + b_gate and x @ w_up + b_up, as `activated.preactivations` returns them. If `shares_x`, x is
+    gathered once for both, on shards; else they are two calls."""
+    spec = call.spec
 
     def multiply(spec: MatmulSpec, layer: Operands) -> Operands:
         return jaxmp_call(dataclasses.replace(call, spec=spec), layer)
 
-    if not hidden.shares_x:
+    if not shares_x:
         return activated.preactivations(functools.partial(_products, multiply, spec), spec.out_dtype, operands)
     body = functools.partial(_preactivations_on_shards, spec, plan)
     if not isinstance(call, ShardedCall):
