@@ -34,12 +34,13 @@ def first_order(f, x):
 
 
 def second_order(f, x):
-    """Returns forward over reverse, and the Hessian in the bias of the first product."""
+    """Returns forward over reverse, forward over forward, and the Hessian in the bias of the first product."""
     tangents = operands_of(x, "t_")
     where = 2 if len(tangents) <= 5 else 4
     before, after = operands_of(x)[:where], operands_of(x)[where + 1 :]
-    hessian = jax.hessian(lambda b: jnp.sum(x["ct"] * f(*before, b, *after) ** 2))(operands_of(x)[where])
-    return jax.jvp(gradient_of(f, x), operands_of(x), tangents), hessian
+    hessian = jax.jacfwd(jax.jacfwd(lambda b: jnp.sum(x["ct"] * f(*before, b, *after) ** 2)))(operands_of(x)[where])
+    twice = jax.jvp(lambda *operands: jax.jvp(f, [*operands], tangents), operands_of(x), tangents)
+    return jax.jvp(gradient_of(f, x), operands_of(x), tangents), twice, hessian
 
 
 def rematerialized(f, x):
