@@ -12,7 +12,7 @@ CTEST  ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-mpi examples test test-quick test-python test-cpp test-process test-clients chaos \
-        test-xla-gpu test-gpu accept-gpus sanitize lint bench bench-hosts bench-microbatches bench-gpu docs
+        test-xla-gpu test-gpu accept-gpus sanitize lint bench bench-gpu docs
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 
@@ -20,7 +20,6 @@ SHELL := /bin/bash
 TAG := $(shell $(PYTHON) -c 'import sys; print("py%d.%d" % sys.version_info[:2])' 2>/dev/null)$(if $(JAX),-jax$(JAX))
 DEMO  := .venv/demo-$(TAG)
 TEST  := .venv/test-$(TAG)
-BENCH := .venv/bench-$(TAG)
 LINT  := .venv/lint-$(TAG)
 WHEEL := .venv/wheel-$(TAG)
 MPI   := .venv/mpi-$(TAG)
@@ -176,14 +175,8 @@ lint: $(LINT)/.ready ## Check style, formatting, types, layers and phrases; ARGS
 	@echo "clang-format, $(words $(CXX_STYLED)) files"
 	@$(LINT)/bin/clang-format $(if $(ARGS),-i,--dry-run -Werror) $(CXX_STYLED)
 
-bench: $(BENCH)/.ready ## Compare with XLA and write the tables (ARGS=--quick for a short run)
-	$(BENCH)/bin/python benchmarks/run.py $(ARGS)
-
-bench-hosts: $(BENCH)/.ready ## Compare with XLA between two machines, which are network namespaces: as root (ARGS=--quick)
-	$(BENCH)/bin/python benchmarks/bench_hosts.py $(ARGS)
-
-bench-microbatches: $(BENCH)/.ready ## Time gradients of microbatches, summed once or each time: as root also between two machines (ARGS=--quick)
-	$(BENCH)/bin/python benchmarks/bench_microbatches.py $(ARGS)
+bench: $(TEST)/.ready ## Compare with XLA and write the tables (ARGS=--quick for a short run)
+	$(TEST)/bin/python benchmarks/run.py $(ARGS)
 
 bench-gpu: ## Compare with XLA and nvmath-python on a GPU, in the environment of PYTHON as it is (ARGS=--write-docs)
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) benchmarks/bench_gpu.py $(ARGS)
@@ -238,9 +231,6 @@ $(TEST)/.docs: $(TEST)/.ready
 
 $(MPI)/.ready: $(WHEEL)/.ready
 	$(call wheel_venv,$(MPI),mpi)
-
-$(BENCH)/.ready: $(ALL_SOURCES)
-	$(call new_venv,$(BENCH),'.[bench]')
 
 $(LINT)/.ready: .ci/requirements-lint.txt
 	$(call new_venv,$(LINT),-r .ci/requirements-lint.txt jax numpy)

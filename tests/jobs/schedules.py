@@ -1,20 +1,15 @@
 """Programs drawn at random, with many calls that do not depend on each other, under schedules that differ on each rank.
-Run by `ranks.py schedules` on each rank, and by itself for many programs. Each program is run several times, with
-several runs in flight, while every rank delays its arrivals and resumptions at random. Operands are small integers, so
-results are exact: each element is compared with `jnp.matmul` on one device. A call that gets the operands of another
-one is wrong by more than a rounding."""
+Run by `ranks.py schedules` on each rank. Each program is run several times, with several runs in flight, while every
+rank delays its arrivals and resumptions at random. Operands are small integers, so results are exact: each element is
+compared with `jnp.matmul` on one device. A call that gets the operands of another one is wrong by more than a
+rounding."""
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import json
 import os
 import random
 import re
-import sys
-import tempfile
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +17,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from job import run as run_job
 from shards import put
 
 import jaxmp
@@ -191,34 +185,3 @@ def is_equal(got, want) -> bool:
 
 def ints(data, *shape, most):
     return data.integers(-most, most + 1, shape).astype(np.float32)
-
-
-def start():
-    """Jobs of two and four processes until the programs have run."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--programs", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--memory", choices=("on", "off"), default="on")
-    parser.add_argument("--chunks", action="store_true", help="cut each product over gloo")
-    options = parser.parse_args()
-    failed = done = 0
-    for i, (nprocesses, ndevices) in enumerate(itertools.cycle(((2, 2), (4, 1), (2, 1)))):
-        if done >= options.programs:
-            break
-        programs = min(25, options.programs - done)
-        asked = {"seed": options.seed + i, "programs": programs}
-        env = {"SCHEDULES": json.dumps(asked), "JAXMP_SHARED_MEMORY": options.memory, "JAXMP_TIMEOUT": "60"}
-        env |= {"CHUNKS": "1"} if options.chunks else {}
-        with tempfile.TemporaryDirectory() as folder:
-            folder, env = Path(folder), {"all": env}
-            job, ranks = run_job(folder, "schedules", nprocesses, ndevices=ndevices, env=env, deadline=1500)
-            if any(rank.status for rank in ranks):
-                failed += 1
-                print(job.all_logs())
-        done += programs
-        print(f"{nprocesses} processes of {ndevices} devices: {done} programs so far, {failed} jobs failed", flush=True)
-    sys.exit(failed > 0)
-
-
-if __name__ == "__main__":
-    start()

@@ -2,6 +2,7 @@
 A wrong rank order in a gather across processes would give a plausible matrix with its blocks exchanged."""
 
 import json
+import os
 
 import pytest
 from job import run
@@ -10,7 +11,8 @@ from job import run
 # 40 results were wrong in silence.
 BRANCHES = {"inputs": [["inner", "cond"], ["cond"], ["inner", "cond"]], "axes": "explicit", "grad": True, "mesh": "x"}
 # Without a number for each call, 93 of 100 steps of four microbatches were wrong in silence.
-DRAWN = {"seed": 40, "programs": 8}
+FUZZ = int(os.environ.get("JAXMP_FUZZ", "0"))  # with it, every job draws so many programs
+DRAWN = {"seed": int(os.environ.get("JAXMP_FUZZ_SEED") or 40), "programs": FUZZ or 8}
 # Gradients in a scan gather within a process, next to an independent loop and tower.
 BESIDE_LOOPS = {
     "inputs": [["towers"], ["loop"], ["scan", "remat"]],
@@ -42,10 +44,11 @@ JOBS = {
 def test_every_pattern_transform_and_epilog(name, tmp_path):
     scenarios, programs = JOBS[name]
     nprocesses, ndevices = map(int, name.split()[0].split("x"))
-    memory = "off" if "gloo" in name else "on"
-    env = {"all": {"SCHEDULES": json.dumps(programs), "JAXMP_TIMEOUT": "60", "JAXMP_SHARED_MEMORY": memory}}
-    env["all"] |= {"CHUNKS": "1"} if "chunks" in name else {}
-    job, ranks = run(tmp_path, scenarios, nprocesses, ndevices=ndevices, env=env, deadline=1200)
+    programs |= DRAWN if FUZZ else {}
+    env = {"SCHEDULES": json.dumps(programs), "JAXMP_TIMEOUT": "60"}
+    env |= {"JAXMP_SHARED_MEMORY": "off" if "gloo" in name else "on", **({"CHUNKS": "1"} if "chunks" in name else {})}
+    options = {"ndevices": ndevices, "env": {"all": env}, "deadline": 1200 + 10 * FUZZ}
+    job, ranks = run(tmp_path, scenarios, nprocesses, **options)
     assert [rank.status for rank in ranks] == [0] * nprocesses, job.all_logs()
     counts = [[line for line in rank.log.splitlines() if line.startswith("RAN")] for rank in ranks]
     assert all(lines == counts[0] for lines in counts)

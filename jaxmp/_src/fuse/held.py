@@ -109,7 +109,7 @@ def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequen
     if name in _OF_PARTS and _is_complex(eqn):
         return [_OF_PARTS[name](*map(jnp.asarray, operands), **eqn.params)]
     if name in ALONE:
-        return [fence(_alone(name, operands[0], functools.partial(_plain, eqn)))]
+        return [fence(_alone(name, operands[0], lambda x: jax_tracing.evaluate(eqn, [x])[0]))]
     if name == "div" and not jax_tracing.is_literal(eqn.invars[1]):
         x, y = operands
         if (jnp.size(y), jnp.ndim(y)) < (jnp.size(x), jnp.ndim(x)):
@@ -214,11 +214,6 @@ def _resharded(x: jax.Array, spec: P) -> jax.Array:
     if not is_explicit(kind := jax.typeof(x)):
         return x
     return meshes.reshard(x, kind.sharding.mesh, kind.sharding.spec, spec, is_explicit=True)
-
-
-def _plain(eqn: Any, *operands: Any) -> jax.Array:
-    result: jax.Array = jax_tracing.evaluate(eqn, operands)[0]
-    return result
 
 
 # Complex numbers -------------------------------------------------------------------------------------------------
