@@ -233,6 +233,19 @@ def test_functions_do_not_know_the_extent_of_a_row():
         assert_bitwise_equal(whole[:, :4], part)
 
 
+def test_an_addition_and_scales_may_be_sharded_in_another_way(mesh_of):
+    def program(x, w, c, q, s, t):
+        sums = jnp.matmul(q, q.T, preferred_element_type=jnp.int32, out_sharding=jax.typeof(x).sharding)
+        return x @ w + c, sums.astype(jnp.float32) * s * t
+
+    x, w, c = (rng.normal(size=(16, 16)).astype(jnp.bfloat16) for _ in range(3))
+    q, s, t = rng.integers(-99, 99, (16, 16), np.int8), *rng.uniform(size=(2, 16, 1)).astype(np.float32)
+    fused = jax.jit(jaxmp.fuse(program, determinism="topology"))
+    want = fused(x, w, c, q, s, t.T)
+    with jax.set_mesh(mesh_of({"x": 4})):
+        jax.tree.map(assert_bitwise_equal, fused(jax.device_put(x, P("x")), w, c, q, s, t.T), want)
+
+
 def test_a_batch_of_one_is_divided_by_a_number_like_others():
     fused = jax.jit(jaxmp.fuse(lambda x, y: x / y, determinism="batch"))
     x, y = rng.uniform(1, 2, 16).astype(np.float32), np.float32(3.7)
