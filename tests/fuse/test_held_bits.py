@@ -133,15 +133,16 @@ def test_operations_on_whole_operands_have_bits_of_one_device(mesh_of, axis_type
     def pooled(x):
         return jnp.sum(jnp.sin(lax.reduce_window(x, -np.inf, lax.max, (3, 3), (1, 1), "SAME")))
 
-    def program(x):
+    def program(x, images):
         pair = lax.reduce((x, x), (np.float32(0), np.float32(1)), lambda a, b: (b[0] + a[0], a[1] * b[1]), (0,))
-        return jax.grad(pooled)(x), *pair
+        windows = lax.reduce_window(images, np.float32(0), lax.add, (1, 2, 2), (1, 2, 2), "VALID")
+        return jax.grad(pooled)(x), windows, *pair
 
-    x = rng.uniform(size=(16, 24)).astype(np.float32)
+    given = [rng.uniform(size=shape).astype(np.float32) for shape in ((16, 24), (8, 16, 64))]
     fused = jax.jit(jaxmp.fuse(program, determinism="topology"))
-    want = fused(x)
+    want = fused(*given)
     with jax.set_mesh(mesh_of({"x": 4}, axis_type)):
-        jax.tree.map(assert_bitwise_equal, fused(jax.device_put(x, P("x"))), want)
+        jax.tree.map(assert_bitwise_equal, fused(*jax.device_put(given, P("x"))), want)
 
 
 def test_a_scatter_at_a_level_can_be_mapped_and_differentiated():
@@ -223,6 +224,19 @@ def test_functions_do_not_know_the_extent_of_a_row():
     x = rng.uniform(0.1, 3, (256, 16)).astype(np.float32)
     for whole, part in zip(fused(x), fused(x[:, :4]), strict=True):
         assert_bitwise_equal(whole[:, :4], part)
+
+
+def test_an_addition_and_scales_may_be_sharded_in_another_way(mesh_of):
+    def program(x, w, c, q, s, t):
+        sums = jnp.matmul(q, q.T, preferred_element_type=jnp.int32, out_sharding=jax.typeof(x).sharding)
+        return x @ w + c, sums.astype(jnp.float32) * s * t
+
+    x, w, c = (rng.normal(size=(16, 16)).astype(jnp.bfloat16) for _ in range(3))
+    q, s, t = rng.integers(-99, 99, (16, 16), np.int8), *rng.uniform(size=(2, 16, 1)).astype(np.float32)
+    fused = jax.jit(jaxmp.fuse(program, determinism="topology"))
+    want = fused(x, w, c, q, s, t.T)
+    with jax.set_mesh(mesh_of({"x": 4})):
+        jax.tree.map(assert_bitwise_equal, fused(jax.device_put(x, P("x")), w, c, q, s, t.T), want)
 
 
 def test_a_batch_of_one_is_divided_by_a_number_like_others():

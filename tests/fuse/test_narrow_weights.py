@@ -270,6 +270,18 @@ def test_meshes(kind):
         assert f" {name}(" not in text
 
 
+def test_scaled_weights_have_the_bits_of_one_device(mesh_of):
+    """Scales that are no powers of two, so that it matters what is rounded."""
+    x, q, s = (jnp.sin(v.astype(jnp.float32)) for v in operands("int8"))
+    given = x.astype(jnp.bfloat16), jnp.round(100 * q).astype(jnp.int8), s
+    for form in (FORMS["a column"], FORMS["a row of k"]):
+        fused = jax.jit(jaxmp.fuse(form, determinism="topology"))
+        wanted = fused(*given)
+        with jax.set_mesh(mesh_of({"x": 2}, AxisType.Auto)):
+            placed = [jax.device_put(v, spec) for v, spec in zip(given, (P("x"), P(), P()), strict=True)]
+            check_same([fused(*placed)], [wanted])
+
+
 def gradient(form):
     return jax.grad(lambda x, q, gather: form(x, q, gather).astype(jnp.float32).sum())
 

@@ -97,6 +97,9 @@ def _call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra
     shared |= {"transpose_b": product.w.contract == (1,), "scaling": scaling}
     if c is None and product.preactivation is None:
         return [linear(x, w, bias, activation=product.activation, **shared)]
+    if c is not None and shared["out_sharding"] is not None:
+        mesh, spec = product.result.aval.sharding.mesh, jax.typeof(c).sharding.spec
+        c = meshes.reshard(c, mesh, spec, shared["out_sharding"], is_explicit=True)
     found = matmul(x, w, c, **shared, **emit_shards.epilog_options(product, bias, c))
     return emit_shards.results_of(product, found)
 

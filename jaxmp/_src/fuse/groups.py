@@ -59,7 +59,8 @@ def groups_of(graph: Graph, whole: Graph, options: Options) -> tuple[list[Group]
     manual, of_dots = bool(jax_tracing.manual_axes()), [graph.equations[i] for i in dots]
     choice = safely(of_dots, lambda: gathers.choose(graph, dots, options.implementation))
     in_calls, of_gathers = choice or (frozenset[int](), dict[int, str]())
-    find = functools.partial(products.product_at, graph, epilogs=options.epilogs, manual=manual)
+    scales = not options.level.global_order  # a call multiplies by them in its own order, and not in every sharding
+    find = functools.partial(products.product_at, graph, epilogs=options.epilogs, scales=scales, manual=manual)
     found = [
         safely([eqn], functools.partial(find, i, in_calls)) or products.bare(graph, i)
         for i, eqn in zip(dots, of_dots, strict=True)

@@ -37,7 +37,9 @@ from jaxmp._src.platform.jax_internals import jax_tracing
 SUM = "reduce_sum"
 SCATTERS = frozenset(("scatter-add", "scatter-mul"))
 # XLA splits these over the devices that share the dimension along which they add or multiply.
-WHOLE = SCATTERS | {"cumsum", "cumprod", "cumlogsumexp", "reduce_prod", "reduce", "select_and_scatter_add"}
+WHOLE = SCATTERS.union(
+    ("cumsum", "cumprod", "cumlogsumexp", "reduce_prod", "reduce", "select_and_scatter_add", "reduce_window_sum")
+)
 # XLA contracts, reassociates or rewrites the results of these.
 FENCED = frozenset(
     (

@@ -101,17 +101,20 @@ def _is_shared(lhs: Operand, rhs: Operand) -> bool:
     return any(any(axes_of_type(x.value.aval)[i] for i in x.contract + x.free) for x in explicit)
 
 
-def product_at(graph: Graph, index: int, gathers: frozenset[int], *, epilogs: bool, manual: bool) -> Product:
+def product_at(
+    graph: Graph, index: int, gathers: frozenset[int], *, epilogs: bool, scales: bool, manual: bool
+) -> Product:
     """Returns the product of the `dot_general` at `index`, with all operations around it that its call can do.
-    `gathers`: indices of the gathers that calls do. `epilogs`: calls also do scales, factors, biases, activations and
-    additions. `manual`: the jaxpr is inside shard_map, so calls may do a sum over ranks; else they may do a reshard."""
+    `gathers`: indices of the gathers that calls do. `epilogs`: calls also do factors, biases, activations and
+    additions, and with `scales` also scales. `manual`: the jaxpr is inside shard_map, so calls may do a sum over ranks;
+    else they may do a reshard."""
     product = bare(graph, index, gathers)
     product = _with_cast(graph, product)
     product = _with_transpose(graph, product)
     product = _with_collective(graph, product, manual=manual, factors=epilogs)
     if product.divisors:
         return product
-    product = _with_scales(graph, product) if epilogs else product
+    product = _with_scales(graph, product) if epilogs and scales else product
     if not epilogs or not product.is_matrix or not jnp.issubdtype(product.dtype, jnp.floating):
         return product
     product = _with_alpha(graph, product)
@@ -343,13 +346,15 @@ def _with_activation(graph: Graph, product: Product) -> Product:
 
 
 def _with_c(graph: Graph, product: Product) -> Product:
-    """Takes in the addition of an array of exactly the result's type, sharding included, as c, unless x is a vector.
+    """Takes in the addition of an array of the result's type, perhaps in another sharding, as c, unless x is a vector.
     `before` is then the product without it."""
     found = _next(graph, product, "add", "add_any")
     if found is None or product.x.ndim == 1:
         return product
     i, eqn = found
     others = [v for v in eqn.invars if v is not product.result]
-    if len(others) != 1 or jax_tracing.is_literal(others[0]) or others[0].aval != product.result.aval:
+    if len(others) != 1 or jax_tracing.is_literal(others[0]):
+        return product
+    if others[0].aval.update(sharding=product.result.aval.sharding) != product.result.aval:
         return product
     return _after(product, i, eqn, c=others[0], before=product)

@@ -172,7 +172,7 @@ def _of_narrow(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
             return None
     rows, start = free[1 - side], 0 if side else len(free[0])
     of_rows = Scale(other, tuple(start + rows.index(i) if i in rows else None for i in range(other.aval.ndim)))
-    if plain and (_is_moved_after(graph, eqn.outvars[0]) or not _are_rows_known(graph, of_rows, out)):
+    if plain and (_is_moved_after(graph, eqn.outvars[0]) or not _are_rows_known(graph, of_rows, out, options)):
         return None
     if not all(s.is_sharded_as(out) for s in of_result) or not all(s.is_sharded_as(other.aval) for s in of_other):
         return None
@@ -285,7 +285,7 @@ def _of_groups(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
     count = math.prod(parts.sizes[part] for part in blocks)
     if blocks and (options.level.fixed_order or blocks != of_k[: len(blocks)] or 4 * m * count > g * k):
         return None
-    if scales and not _are_rows_known(graph, Scale(x, (0, None)), out):
+    if scales and not _are_rows_known(graph, Scale(x, (0, None)), out, options):
         return None
 
     def multiply(given: dict[Any, Any]) -> jax.Array:
@@ -311,11 +311,14 @@ def _of_groups(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
         return None
 
 
-def _are_rows_known(graph: Graph, rows: Scale, out: Any) -> bool:
+def _are_rows_known(graph: Graph, rows: Scale, out: Any, options: Options) -> bool:
     """True if a device knows the largest number in each row of an operand without communication, and always for
-    float16, which does not need it. False on automatic axes, after a gather, and if the result's rows are sharded in
-    another way. `rows`: the operand as a Scale, with the result's dimensions of its rows. `out`: the result's type."""
+    float16, which does not need it. False on automatic axes, after a gather, if the result's rows are sharded in
+    another way, and under a global order, where no form may depend on shardings. `rows`: the operand as a Scale, with
+    the result's dimensions of its rows. `out`: the result's type."""
     v = rows.value
+    if options.level.global_order:
+        return False
     if v.aval.dtype == np.float16:
         return True
     is_here = not is_auto(v.aval) and rows.is_sharded_as(out)
