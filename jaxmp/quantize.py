@@ -288,7 +288,7 @@ def _check_blocks(name: str, x: Array, size: int, ndim: int = 2, dtype: DTypeLik
 
 
 def _mode(name: str, q: Array, scale: Any) -> str:
-    if scale is not None and scale.dtype.name == "float32" and scale.shape == ():
+    if getattr(scale, "dtype", None) == np.float32 and scale.shape == ():
         return low_precision.SCALAR
     with naming(f"quantize.{name}"):
         return low_precision.find_mode("scale", scale, q)

@@ -66,6 +66,8 @@ WRONG = {
     "a is no array": (([[1.0]], B), {}, TypeError, "matmul: a must be an array, got list; convert it with jnp.asarray"),
     "a is another library's": ((Tensor(), B), {}, TypeError, "matmul: a must be an array, got Tensor; convert it with jnp.asarray"),
     "a holds objects": ((A.astype(object), B), {}, TypeError, "matmul: a must be an array of numbers, got ndarray of dtype object"),
+    "a is masked": ((np.ma.masked_array(A, A > 0), B), {}, TypeError, "matmul: a must be an array of numbers, got MaskedArray of dtype float32; pass a.filled()"),
+    "b is big-endian": ((A, B.astype(">f4")), {}, TypeError, "matmul: b must be an array of numbers, got ndarray of dtype >f4; its bytes have another order than this machine's: pass b.astype('float32')"),
     "a holds float0": ((np.zeros((4, 6), jax.dtypes.float0), B), {}, TypeError, "matmul: a must be an array of numbers, got dtype [('float0', 'V')]"),
     "transposition as in BLAS": ((A, B), {"transpose_a": "N"}, TypeError, "matmul: transpose_a must be True or False, got 'N'"),
     "epilog is no integer": ((A, B), {"epilog": 2.5}, ValueError, "matmul: epilog must be a jaxmp.Epilog, got 2.5"),

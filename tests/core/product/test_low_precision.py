@@ -1,6 +1,7 @@
 """Products of fp8, fp4 and int8. Without these tests, a scale could be applied to a wrong row or block in one layout
 only, a code could be decoded wrongly, and a sum of integers could be rounded."""
 
+import functools
 import itertools
 
 import bounds
@@ -171,6 +172,30 @@ def test_decoding_and_saturation_over_every_code():
         other = big.astype(dtype)
         d = jaxmp.matmul(big, other, implementation=implementation, preferred_element_type=dtype, **TN)
         np.testing.assert_array_equal(np.asarray(d).astype(np.float32), most)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_shards_of_extents_without_a_kernel(axis_type, mesh_of, rng):
+    """Kernels take the extents of the whole operands, but not of a device's shards."""
+    a, b, bias = (rng.integers(-2, 3, shape).astype(E4M3) for shape in ((16, 32), (16, 32), (16,)))
+    want = a.astype(np.float32) @ b.astype(np.float32).T
+    einsums = (functools.partial(m.einsum, "mk,nk->mn", preferred_element_type="float32") for m in (jaxmp, jnp))
+    products = [next(einsums), jaxmp.fuse(next(einsums))]
+    linear = functools.partial(jaxmp.linear, activation="relu", transpose_b=True)
+    with jax.set_mesh(mesh_of({"x": 4}, axis_type)):
+        for specs in ((P("x"), P(), P("x")), (P(), P("x"), P(None, "x")), (P(None, "x"), P(None, "x"), P("x"))):
+            ab, out = [jax.device_put(x, spec) for x, spec in zip((a, b), specs[:2], strict=True)], specs[2]
+            where = {"out_sharding": out} if axis_type == AxisType.Explicit else {}
+            for product in products:
+                np.testing.assert_array_equal(jax.jit(functools.partial(product, **where))(*ab), want)
+            where = where or {"in_shardings": specs[:2], "out_sharding": out}
+            for dtype in ("float32", "float16", E4M3):
+                of_d = "bfloat16" if dtype == "float32" else "float16"
+                layer = functools.partial(linear, preferred_element_type=dtype, **where)
+                d = jax.jit(layer)(*ab, bias.astype(of_d))
+                exact = np.maximum(want + bias.astype(np.float32), 0)
+                assert d.dtype == dtype
+                np.testing.assert_array_equal(np.asarray(d, np.float32), exact.astype(dtype).astype(np.float32))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

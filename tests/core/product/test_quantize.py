@@ -86,6 +86,9 @@ def test_what_has_no_mode_is_refused():
         quantize.encode(x.astype(jnp.complex64))
     with pytest.raises(TypeError, match="got None"):
         quantize.expand(None, x)
+    for scale in (0.5, [0.5]):
+        with pytest.raises(TypeError, match=r"quantize\.dequantize: scale must be an array, got"):
+            quantize.dequantize(x.astype(E4M3), scale)
     with pytest.raises(ValueError, match=r"one matrix, got shape \(2, 128, 128\)"):
         quantize.blk128(x)
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxmp._src.core.primitive import bias_grad, collectives
@@ -32,7 +33,7 @@ from jaxmp._src.core.primitive.collectives import cast_varying
 from jaxmp._src.core.primitive.grouped import GROUPED
 from jaxmp._src.core.spec import low_precision
 from jaxmp._src.core.spec.extents import AMAXES, SPANS, axes_text, check_local_shapes, extents, output_rows, result_type
-from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec
+from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec, ScaleModes
 from jaxmp._src.core.spec.refusal import InvalidValue, naming
 from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering, jax_tracing
 from jaxmp._src.platform.runtime import native
@@ -95,12 +96,38 @@ def bind_named(spec: MatmulSpec, operands: Operands) -> Operands:
 def bind_operands(spec: MatmulSpec, *operands: jax.Array) -> list[jax.Array]:
     """Binds a product with its operands in the order of `spec.names`, and returns its results in the order of
     `spec.output_names`. Binds `partitioned_matmul_p` for an unsettled spec, except for a batch that is not asked of a
-    library. Has JAX note that the lowering needs the devices if `needs_devices`."""
+    library. Has JAX note that the lowering needs the devices if `needs_devices`. Converts operands that
+    `_lacks_kernel`."""
+    if _lacks_kernel(spec, *operands[:2]):
+        return _bind_in_bfloat16(spec, *operands)
     is_of_xla = spec.batch and not spec.asked_of_library
     primitive = partitioned_matmul_p if spec.is_unsettled and not is_of_xla else matmul_p
     if needs_devices(spec):  # before the lowering, because JAX looks for it there
         jax_lowering.require_devices([primitive])
     return primitive.bind(*operands, spec=spec)
+
+
+def _lacks_kernel(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> bool:
+    """True if shards of float8 without scales have extents that no kernel takes, and the caller asked for no library.
+    The whole operands may have extents that kernels take."""
+    is_float8 = all(map(low_precision.is_scaled, (a.dtype, b.dtype)))
+    if not is_float8 or spec.implementation is not None or spec.scales != ScaleModes():
+        return False
+    found = check_local_shapes(spec, a.shape[spec.batch :], b.shape[spec.batch :])
+    return any(extent % 16 for extent in found.local)
+
+
+def _bind_in_bfloat16(spec: MatmulSpec, *operands: jax.Array) -> list[jax.Array]:
+    """Binds a product of float8 as one of bfloat16, which holds all their numbers. JAX converts the results."""
+    out = spec.out_dtype if spec.out_dtype == jnp.bfloat16 else np.dtype(np.float32)
+    types = {"a": jnp.bfloat16, "b": jnp.bfloat16, "c": out, "bias": out}
+    types |= {"d": spec.out_dtype, "gelu_aux": spec.aux_dtype or spec.out_dtype}
+
+    def converted(names: Sequence[str], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        return [x.astype(types.get(name, x.dtype)) for name, x in zip(names, arrays, strict=True)]
+
+    plain = spec.replace(out_dtype=out, c_dtype=None, bias_dtype=None, aux_dtype=None)
+    return converted(spec.output_names, bind_operands(plain, *converted(spec.names, operands)))
 
 
 def needs_devices(spec: MatmulSpec) -> bool:

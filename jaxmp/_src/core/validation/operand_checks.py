@@ -56,6 +56,10 @@ def _as_rank(argument: str, x: Any, ndim: int | None) -> str:
 
 def _as_array(argument: str, x: Any) -> str:
     """Returns the end of a message: how to get an array from `x`; empty if nothing is known."""
+    if isinstance(x, np.ma.MaskedArray):
+        return f"; pass {argument}.filled()"
+    if isinstance(x, np.ndarray) and not x.dtype.isnative:
+        return f"; its bytes have another order than this machine's: pass {argument}.astype({x.dtype.name!r})"
     if x is None or isinstance(x, str | bytes | np.ndarray | np.generic):
         return ""
     if hasattr(x, "todense"):
