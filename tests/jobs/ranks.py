@@ -462,6 +462,17 @@ def catch_an_interrupt():
     check(product(a, b), 48)
 
 
+def catch_an_interrupt_of_shutdown():
+    """Rank 0 gets a signal while it waits for rank 1 to leave, catches it and leaves again."""
+    initialize()
+    if PROCESS == 0:
+        threading.Timer(0.5, send(signal.SIGINT)).start()
+        with contextlib.suppress(KeyboardInterrupt):
+            jaxmp.distributed.shutdown()
+        jaxmp.distributed.shutdown()
+    time.sleep(2)
+
+
 def many_groups_and_loops():
     """Sub-meshes, two groups of a mesh, loops, and independent calls on one line, which must not be mixed up."""
     initialize()
@@ -608,6 +619,7 @@ SCENARIOS = {
     "late-end": end_late,
     "signal": wait_for_a_signal,
     "signal-and-caught": catch_an_interrupt,
+    "signal-in-shutdown": catch_an_interrupt_of_shutdown,
     "groups": many_groups_and_loops,
     "raised-and-went-on": raise_without_an_end,
     "limited": share_under_a_limit,

@@ -236,6 +236,14 @@ def test_a_run_that_ends_early_meets_no_other_run(ndevices, tmp_path):
     assert re.search(message, ranks[0].log), job.all_logs()
 
 
+def test_an_interrupt_of_shutdown_that_a_rank_catches_ends_the_job(tmp_path):
+    """Otherwise a second shutdown would wait forever, and all other ranks with it."""
+    job, ranks = run(tmp_path, "signal-in-shutdown", 2)
+    assert [rank.status for rank in ranks] == [1, 1], job.all_logs()
+    assert ranks[0].saw == "DistributedError: shutdown: it was interrupted", job.all_logs()
+    assert ranks[1].saw.endswith("rank 0 has ended: it was interrupted"), job.all_logs()
+
+
 @pytest.mark.parametrize("wait", ["block_until_ready", "asarray", "float"])
 def test_an_interrupt_that_a_rank_catches_is_one_exception(wait, tmp_path):
     """The call goes on, as in JAX: the interrupted rank has one KeyboardInterrupt, and no rank has an error."""
