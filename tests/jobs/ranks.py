@@ -371,6 +371,11 @@ def other_version():
     initialize()
 
 
+def other_count():
+    fault()
+    jaxmp.distributed.initialize(f"127.0.0.1:{PORT}", NPROCESSES + IS_VICTIM, PROCESS)
+
+
 def begin_again():
     """A second call, a call after shutdown, a call after the backend exists."""
     initialize()
@@ -613,6 +618,7 @@ SCENARIOS = {
     "absent-of-rank-0": one_never_starts,
     "strangers": strangers_at_the_start,
     "version": other_version,
+    "count": other_count,
     "begin-again": begin_again,
     "early-end": end_ahead_of_the_result,
     "end-without-threads": end_without_threads,

@@ -99,6 +99,7 @@ FAULTS = {
     "step-rows": Fault(rf"{STEP}: .*(rank 2 has .*(m=96|\(32, 48\))|has .*(m=48|\(16, 48\)), rank 2)", 60.0,
         spread=60.0),
     "version": Fault("rank 2 has jaxmp 9.9.9", 60.0, spread=60.0),
+    "count": Fault("rank 2 has num_processes 4, rank 0 has 3", 60.0, spread=60.0),
 }  # fmt: skip
 
 
