@@ -35,6 +35,7 @@ _NO_HEARTBEAT = 10**6  # seconds; of other waits of JAX's too
 _TRANSFER = 10
 # Seconds to meet the neighbours if the job cannot run.
 _GRACE = 10
+_INTERRUPTED = "it was interrupted"
 _POLL = 0.05
 _LOOPBACK = "127.0.0.1"
 
@@ -159,6 +160,9 @@ def initialize(
     except Exception:  # JAX refuses, and nothing has begun
         _job.close()
         _job = None
+        raise
+    except KeyboardInterrupt:
+        _job.failure = _INTERRUPTED
         raise
     logger.info("rank %d of %d: has met the others", process_id, num_processes)
 
@@ -309,6 +313,9 @@ def _farewell(job: _Job) -> str:
         watch.on_waiter(lambda: client.wait_at_barrier("jaxmp/end", _NO_HEARTBEAT * 1000), why_not, job.at_end)
     except (DistributedError, jax.errors.JaxRuntimeError) as error:
         return str(cause(error) or f"the processes did not all leave ({error})")
+    except KeyboardInterrupt:
+        job.failure = _INTERRUPTED
+        raise
     return ""
 
 
@@ -340,6 +347,15 @@ os.register_at_fork(after_in_child=_forget)
 
 
 @atexit.register
+def _end_threads() -> None:
+    """Waits for the threads that call the extension, after `_at_exit`. Python aborts a process that ends while a thread
+    is in such a call."""
+    for thread in threading.enumerate():
+        if thread.name in ("jaxmp-guard", "jaxmp-want"):
+            thread.join(_GRACE)
+
+
+@atexit.register
 def _at_exit() -> None:
     """Leaves the job, if any, at the end of the program. If the job has failed, leaving fails or is interrupted, or an
     exception ends the program, prints the reason (unless the traceback shows it), tells the peers, and ends the process
@@ -353,7 +369,7 @@ def _at_exit() -> None:
         try:
             reason = _job.failure or native.barrier_failure() or _farewell(_job)
         except KeyboardInterrupt:
-            reason = "it was interrupted"
+            reason = _INTERRUPTED
         # It waits for processes that wait for it.
         if told := re.match(rf"(rank \d+) has ended: (.*?): .*\brank {_job.process} has ended\b", reason):
             reason = f"it ended while {told[1]} waited for it: {told[2]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -133,4 +135,11 @@ def run(folder, scenario, nprocesses, *, ndevices=1, env=None, deadline=60.0, st
     return job, job.wait(deadline, stopped=stopped)
 
 
-SIGINT = signal.SIGINT
+@atexit.register
+def print_threads() -> None:
+    """Runs after jaxmp's handlers in a rank, which imports this module before jaxmp."""
+    if left := {thread.name for thread in threading.enumerate()} & {"jaxmp-guard", "jaxmp-want"}:
+        print("LEFT", *left)
+
+
+SIGINT, SIGCONT = signal.SIGINT, signal.SIGCONT

@@ -360,6 +360,11 @@ def other_version():
     initialize()
 
 
+def other_count():
+    fault()
+    jaxmp.distributed.initialize(f"127.0.0.1:{PORT}", NPROCESSES + IS_VICTIM, PROCESS)
+
+
 def begin_again():
     """A second call, a call after shutdown, a call after the backend exists."""
     initialize()
@@ -449,6 +454,17 @@ def catch_an_interrupt():
     if caught:
         print("CAUGHT", caught)
     check(product(a, b), 48)
+
+
+def catch_an_interrupt_of_shutdown():
+    """Rank 0 gets a signal while it waits for rank 1 to leave, catches it and leaves again."""
+    initialize()
+    if PROCESS == 0:
+        threading.Timer(0.5, send(signal.SIGINT)).start()
+        with contextlib.suppress(KeyboardInterrupt):
+            jaxmp.distributed.shutdown()
+        jaxmp.distributed.shutdown()
+    time.sleep(2)
 
 
 def many_groups_and_loops():
@@ -591,12 +607,14 @@ SCENARIOS = {
     "absent-of-rank-0": one_never_starts,
     "strangers": strangers_at_the_start,
     "version": other_version,
+    "count": other_count,
     "begin-again": begin_again,
     "early-end": end_ahead_of_the_result,
     "end-without-threads": end_without_threads,
     "late-end": end_late,
     "signal": wait_for_a_signal,
     "signal-and-caught": catch_an_interrupt,
+    "signal-in-shutdown": catch_an_interrupt_of_shutdown,
     "groups": many_groups_and_loops,
     "raised-and-went-on": raise_without_an_end,
     "limited": share_under_a_limit,

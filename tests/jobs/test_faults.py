@@ -100,6 +100,7 @@ FAULTS = {
     "step-rows": Fault(rf"{STEP}: .*(rank 2 has .*(m=96|\(32, 48\))|has .*(m=48|\(16, 48\)), rank 2)", 60.0,
         spread=60.0),
     "version": Fault("rank 2 has jaxmp 9.9.9", 60.0, spread=60.0),
+    "count": Fault("rank 2 has num_processes 4, rank 0 has 3", 60.0, spread=60.0),
 }  # fmt: skip
 
 
@@ -236,6 +237,14 @@ def test_a_run_that_ends_early_meets_no_other_run(ndevices, tmp_path):
         r"step 4: .*: rank 1 has come to run 5 of the program and not to this call in run 4, in which rank 0 waits"
     )
     assert re.search(message, ranks[0].log), job.all_logs()
+
+
+def test_an_interrupt_of_shutdown_that_a_rank_catches_ends_the_job(tmp_path):
+    """Otherwise a second shutdown would wait forever, and all other ranks with it."""
+    job, ranks = run(tmp_path, "signal-in-shutdown", 2)
+    assert [rank.status for rank in ranks] == [1, 1], job.all_logs()
+    assert ranks[0].saw == "DistributedError: shutdown: it was interrupted", job.all_logs()
+    assert ranks[1].saw.endswith("rank 0 has ended: it was interrupted"), job.all_logs()
 
 
 @pytest.mark.parametrize("wait", ["block_until_ready", "asarray", "float"])

@@ -27,6 +27,7 @@ def test_a_good_job_ends_with_0_and_leaves_nothing(tmp_path):
     job, ranks = run(tmp_path, "fine", 4)
     assert [rank.status for rank in ranks] == [0] * 4, job.all_logs()
     assert not job.orphans()
+    assert "LEFT" not in job.all_logs()
     assert {path.name for path in tmp_path.iterdir()} == {log.name for log in job.logs}
     after = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     assert not {name for name in after - before if "jax" in name.lower()}

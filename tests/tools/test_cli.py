@@ -157,6 +157,7 @@ def test_a_bench_times_the_patterns_that_the_extents_allow(capsys):
     assert [row["pattern"] for row in report["rows"]] == ["local", "all_gather", "grid"]  # 4 does not divide 6
     assert all(set(row["seconds"]) == {"jaxmp", "xla"} for row in report["rows"])
     assert report["flops"] == 2 * 8 * 6 * 12
+    assert run(capsys, "bench", "8", "8", "8", "--dtype", "int8", "--seconds", "0.001")[0] == 0
 
 
 def test_a_bench_prints_its_table_and_fails_of_wrong_products(capsys, monkeypatch):

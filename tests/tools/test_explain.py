@@ -217,6 +217,12 @@ def test_explain_refuses_what_the_program_refuses(mesh_of):
         jaxmp.explain(multiply)(cases.typed(mesh, (8, 4), "x"), cases.typed(mesh, (4, 4, 8), "x"))
 
 
+def test_groups_of_rows_that_the_partitioner_splits_run_on_all_devices(mesh_of):
+    x, w = cases.typed(mesh_of({"x": 4}, AxisType.Auto), (16, 8), "x"), abstract((2, 8, 4))
+    (row,) = jaxmp.explain(jaxmp.ragged_dot)(x, w, abstract((2,), "int32")).rows
+    assert (row.mesh, row.ndevices, row.local_extents) == ((("x", 4),), 4, (4, 8, 4))
+
+
 def test_a_batch_of_narrow_types_is_a_product_of_groups():
     a, b = abstract((4, 8, 16), "bfloat16"), abstract((4, 16, 8), "bfloat16")
     multiply = jax.jit(jax.vmap(jaxmp.matmul))

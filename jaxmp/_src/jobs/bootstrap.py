@@ -169,21 +169,24 @@ def _absent(host: str, port: int, process: int, nhere: int, nprocesses: int) -> 
 def join_job(host: str, process: int, nprocesses: int, timeout: int, *, reach: float, tells: str = "") -> Membership:
     """Waits until every process of the job is here. Raises JAX's error if a step takes more than `timeout` seconds.
 
-    The job is refused (`Membership.refusal`) if a process has another version of jaxmp, JAX or cuBLASMp than rank 0.
+    The job is refused (`Membership.refusal`) if a process has another version of jaxmp, JAX or cuBLASMp than rank 0, or
+    was told another number of processes.
     Also listens for peers, shares memory with the processes of this machine, and sets `native.shared_processes`.
     `host`: the coordinator's. `reach`: seconds to ask for the address of a peer. `tells`: rank 0's message to all. The
     data that a process publishes and reads in JAX's store does not grow with the number of processes.
     """
     client, milliseconds = jax_distributed.distributed_client(), timeout * 1000
-    key = "jaxmp/"
+    key, common = "jaxmp/", (*_versions(), str(nprocesses))
     if process == 0:
-        client.key_value_set(f"{key}begin", "\n".join([secrets.token_hex(32), " ".join(_versions()), tells]))
-    secret, versions, told = client.blocking_key_value_get(f"{key}begin", milliseconds).split("\n", 2)
+        client.key_value_set(f"{key}begin", "\n".join([secrets.token_hex(32), " ".join(common), tells]))
+    secret, commons, told = client.blocking_key_value_get(f"{key}begin", milliseconds).split("\n", 2)
     peers = Peers(_own_address(host), process, nprocesses, bytes.fromhex(secret))
     client.key_value_set(f"{key}at/{process}", f"{peers.host} {peers.port}")
-    for name, own, first in zip(("jaxmp", "jax", "cuBLASMp"), _versions(), versions.split(" "), strict=True):
+    names = ("jaxmp", "jax", "cuBLASMp", "num_processes")
+    for name, own, first in zip(names, common, commons.split(" "), strict=True):
         if own != first:
-            text = f"rank {process} has {name} {own}, rank 0 has {first}; install the same on every machine"
+            remedy = "pass the same to" if name == "num_processes" else "install the same on"
+            text = f"rank {process} has {name} {own}, rank 0 has {first}; {remedy} every machine"
             client.key_value_set(f"{key}refused/rank", text, allow_overwrite=True)  # one of them is enough
             break
     machine = _share_arena(client, key, process) if nprocesses > 1 else ""

@@ -119,6 +119,15 @@ def test_partitioner_with_scales(rng):
     np.testing.assert_array_equal(d, scaled(a, scale_a) @ scaled(b, scale_b).T)
 
 
+@pytest.mark.parametrize("spec", [P("x", None), P(None, "x")], ids=str)
+def test_partitioner_gathers_shards_that_units_do_not_divide(spec, rng):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    a, b = small(rng, (32, 32), E4M3), small(rng, (64, 32), E4M3)
+    operands = [jax.device_put(x, NamedSharding(mesh, spec)) for x in (a, b)]
+    d = jax.jit(lambda a, b: jaxmp.matmul(a, b, **TN, **F32))(*operands)
+    np.testing.assert_array_equal(d, scaled(a, None) @ scaled(b, None).T)
+
+
 def test_leading_dimensions(rng):
     case = by_name("rs")[0].replace(transposition="NT")
     mesh = case.jax_mesh(AxisType.Explicit)

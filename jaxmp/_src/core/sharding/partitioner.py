@@ -34,7 +34,7 @@ from jaxmp._src.core.sharding import ragged, sharded_call
 from jaxmp._src.core.sharding.factored_mesh import factored
 from jaxmp._src.core.sharding.meshes import partition_spec
 from jaxmp._src.core.sharding.shard_local import bind_plan
-from jaxmp._src.core.spec import process_grid
+from jaxmp._src.core.spec import low_precision, process_grid
 from jaxmp._src.core.spec.extents import spans
 from jaxmp._src.core.spec.fields import from_fields, to_fields
 from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec
@@ -83,13 +83,14 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
         left_out += columns  # each shard of the mask is padded, and the shape here cannot depend on the shards
     if spec.global_order and bias_grad.summed(spec.rule.gradient) == "d":
         left_out += rows  # XLA would complete the sums over these axes
+    matrices = [jax.ShapeDtypeStruct(x.shape[spec.batch :], x.dtype) for x in (*args[:2], results[0])]
+    left_out += _undivided(spec, matrices, [each[spec.batch :] for each in dims], mesh)
     dims = [tuple(tuple(axis for axis in dim if axis not in left_out) for dim in each[spec.batch :]) for each in dims]
     flags = {"transpose_a": spec.transpose_a, "transpose_b": spec.transpose_b}
     given = contraction.of_matrices(2, Layout(*dims), **flags)
     names, where = spec.names, (results[0].shape[spec.batch :], mesh.shape)
-    matrices = [jax.ShapeDtypeStruct(x.shape[spec.batch :], x.dtype) for x in args[:2]]
     # Under a level, a call that shares columns has no gradient epilog. XLA can move operands instead.
-    plan = sharded_call.planned(spec, given, matrices, *where, shares_columns=not spec.fixed_reduction_order)
+    plan = sharded_call.planned(spec, given, matrices[:2], *where, shares_columns=not spec.fixed_reduction_order)
     local = check_all_reduce(spec.replace(group=Group.of(plan, tuple(mesh.shape.items())), batch=0))
 
     def multiply(*shards: jax.Array) -> Sequence[jax.Array]:
@@ -99,6 +100,29 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
         return NamedSharding(mesh, partition_spec((*front, *sharded_call.dims_of(spec, plan, name))))
 
     return over_batch(multiply, spec.batch), [*map(placed, names)], [*map(placed, spec.output_names)]
+
+
+def _undivided(spec: MatmulSpec, matrices: Sequence[Any], dims: Sequence[Sequence[Dim]], mesh: Mesh) -> Dim:
+    """Returns the axes that shard m, n or k of float8 and float4 operands into parts that are no multiples of their
+    units (`low_precision.check_units`). `matrices`: a, b and d; `dims`: the axes of their dimensions."""
+    a, b, _ = matrices
+    dtype = low_precision.operand_type(a.dtype, b.dtype)
+    if not low_precision.is_scaled(dtype):
+        return ()
+    texts = "km" if spec.transpose_a else "mk", "nk" if spec.transpose_b else "kn", "mn"
+    every = [
+        (i, n, axes)
+        for text, x, each in zip(texts, matrices, dims, strict=True)
+        for i, n, axes in zip(text, x.shape, each, strict=True)
+    ]
+    found: Dim = ()
+    for index, extent in {i: n for i, n, _ in every}.items():
+        axes = tuple({axis for i, _, dim in every if i == index for axis in dim})
+        try:
+            low_precision.check_units(dtype, spec.scales.a, spec.scales.b, {index: extent // size_of(mesh.shape, axes)})
+        except ValueError:
+            found += axes
+    return found
 
 
 def _place_grouped(spec: GroupedSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:

@@ -93,11 +93,13 @@ def contenders(
 ) -> tuple[dict[str, Callable[[], jax.Array]], str]:
     """Returns ({"jaxmp" and "xla": a function that runs its product, already compiled, on the same random operands},
     jaxmp's implementation). `extents`: (m, k, n)."""
-    (m, k, n), mesh, rng = extents, layout.make_mesh(), np.random.default_rng(0)
+    (m, k, n), mesh, rng, kind = extents, layout.make_mesh(), np.random.default_rng(0), jnp.dtype(dtype)
     specs = (layout.a, layout.b)
+    draw = (
+        functools.partial(rng.uniform, -1) if jnp.issubdtype(kind, jnp.inexact) else functools.partial(rng.integers, 0)
+    )
     operands = [
-        place(rng.uniform(-1, 1, shape).astype(jnp.dtype(dtype)), mesh, spec)
-        for shape, spec in zip(((m, k), (k, n)), specs, strict=True)
+        place(draw(2, shape).astype(kind), mesh, spec) for shape, spec in zip(((m, k), (k, n)), specs, strict=True)
     ]
     ours = functools.partial(matmul, in_shardings=specs, out_sharding=layout.d, mesh=mesh)
     row = explain(ours, quiet=True)(*operands).rows[-1]
@@ -110,7 +112,8 @@ def disagreement(calls: dict[str, Callable[[], Any]], k: int, dtype: str) -> str
     """Explains a difference of the two results, on this process's devices, that is more than rounding; "" if none is.
     Operands are at most 1, so each of the sums errs by at most some u k, and each result by u |D|."""
     results = [np.concatenate([np.ravel(x.data) for x in call().addressable_shards]) for call in calls.values()]
-    u_sum, u = (float(jnp.finfo(x).eps) / 2 for x in (accumulator(dtype), results[0].dtype))
+    types = accumulator(dtype), results[0].dtype
+    u_sum, u = (float(jnp.finfo(x).eps) / 2 if jnp.issubdtype(x, jnp.inexact) else 0.0 for x in types)
     ours, theirs = (x.astype(np.complex128) for x in results)
     error = float(np.max(np.abs(ours - theirs), initial=0))
     allowed = 4 * u_sum * k + 4 * u * float(np.max(np.abs(theirs), initial=0))

@@ -274,7 +274,7 @@ def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str, count: int) 
         line=line,
         extents=whole_extents,
         local_extents=local_extents,
-        ndevices=ndevices,
+        ndevices=math.prod(dict(spec.mesh).values()) if spec.mesh else ndevices,
         placement=shards.grouped_placement(spec),
     )
 
