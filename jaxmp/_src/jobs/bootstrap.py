@@ -274,7 +274,7 @@ def bind_address(host: str, port: int) -> str | None:
     """
     own = route_to(host)
     try:
-        socket.create_server((own, port), family=socket.AF_INET6 if ":" in own else socket.AF_INET).close()
+        socket.create_server((own, port), family=_family(own)).close()
     except OSError as error:
         raise RuntimeError(
             f"initialize: rank 0 cannot listen at {host}:{port} ({os.strerror(error.errno or 0)}); "
@@ -323,6 +323,10 @@ def route_to(host: str) -> str:
             why = why or os.strerror(error.errno or 0)
     interface = "its loopback interface, lo" if _is_loopback(host) else "its network"
     raise RuntimeError(f"initialize: this machine has no route to {host} ({why}); bring up {interface}")
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _is_loopback(host: str) -> bool:
