@@ -111,8 +111,9 @@ def test_other_versions_name_both_and_the_remedy():
 def test_a_missing_extension_says_how_to_get_one(monkeypatch):
     monkeypatch.setattr(native, "_loaded", None)
     monkeypatch.setitem(sys.modules, "jaxmp._jaxmp", None)
-    with pytest.raises(ImportError, match=r'extension cannot be loaded.*pass implementation="xla"'):
+    with pytest.raises(ImportError, match=r'extension cannot be loaded.*pass implementation="xla"') as caught:
         native.extension()
+    assert f"imported {os.path.dirname(jaxmp.__file__)}. If jaxmp is installed elsewhere, " in str(caught.value)
 
 
 PRODUCTS = """

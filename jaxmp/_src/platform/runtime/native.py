@@ -269,10 +269,15 @@ def _import_extension() -> Any:
     try:
         return importlib.import_module("jaxmp._jaxmp")
     except ImportError as error:
-        raise ImportError(
+        message = (
             f"jaxmp's compiled extension cannot be loaded ({error}); install jaxmp from its wheel or build it "
             'with "pip install ." in the source tree, or pass implementation="xla" to do without it.'
-        ) from error
+        )
+        if isinstance(error, ModuleNotFoundError):  # as in a clone after `pip install .`
+            folder = os.path.abspath(__file__).rsplit(os.sep, 4)[0]
+            message += f" Python has imported {folder}. If jaxmp is installed elsewhere, start Python in another folder"
+            message += ' or as "python -P".'
+        raise ImportError(message) from error
 
 
 def _check_versions(module: Any) -> None:
