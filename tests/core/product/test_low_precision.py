@@ -124,8 +124,9 @@ def test_partitioner_gathers_shards_that_units_do_not_divide(spec, rng):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     a, b = small(rng, (32, 32), E4M3), small(rng, (64, 32), E4M3)
     operands = [jax.device_put(x, NamedSharding(mesh, spec)) for x in (a, b)]
-    d = jax.jit(lambda a, b: jaxmp.matmul(a, b, **TN, **F32))(*operands)
-    np.testing.assert_array_equal(d, scaled(a, None) @ scaled(b, None).T)
+    scaling = Scaling(a=jnp.float32(2), b=jnp.float32(4))
+    d = jax.jit(lambda a, b: jaxmp.matmul(a, b, scaling=scaling, **TN, **F32))(*operands)
+    np.testing.assert_array_equal(d, 8 * scaled(a, None) @ scaled(b, None).T)
 
 
 def test_leading_dimensions(rng):

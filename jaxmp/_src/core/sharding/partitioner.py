@@ -37,7 +37,7 @@ from jaxmp._src.core.sharding.shard_local import bind_plan
 from jaxmp._src.core.spec import low_precision, process_grid
 from jaxmp._src.core.spec.extents import spans
 from jaxmp._src.core.spec.fields import from_fields, to_fields
-from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec
+from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec, ScaleModes
 from jaxmp._src.core.spec.options import Mesh
 from jaxmp._src.core.spec.refusal import naming
 from jaxmp._src.core.validation.epilog_checks import check_all_reduce
@@ -104,10 +104,11 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
 
 def _undivided(spec: MatmulSpec, matrices: Sequence[Any], dims: Sequence[Sequence[Dim]], mesh: Mesh) -> Dim:
     """Returns the axes that shard m, n or k of float8 and float4 operands into parts that are no multiples of their
-    units (`low_precision.check_units`). `matrices`: a, b and d; `dims`: the axes of their dimensions."""
+    units (`low_precision.check_units`). None for float8 without scales, which `bind_operands` converts. `matrices`: a,
+    b and d; `dims`: the axes of their dimensions."""
     a, b, _ = matrices
     dtype = low_precision.operand_type(a.dtype, b.dtype)
-    if not low_precision.is_scaled(dtype):
+    if not low_precision.is_scaled(dtype) or (spec.implementation is None and spec.scales == ScaleModes()):
         return ()
     texts = "km" if spec.transpose_a else "mk", "nk" if spec.transpose_b else "kn", "mn"
     every = [

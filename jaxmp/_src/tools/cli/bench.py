@@ -99,7 +99,7 @@ def contenders(
         functools.partial(rng.uniform, -1) if jnp.issubdtype(kind, jnp.inexact) else functools.partial(rng.integers, 0)
     )
     operands = [
-        place(draw(2, shape).astype(kind), mesh, spec) for shape, spec in zip(((m, k), (k, n)), specs, strict=True)
+        place(np.asarray(draw(2, shape), kind), mesh, spec) for shape, spec in zip(((m, k), (k, n)), specs, strict=True)
     ]
     ours = functools.partial(matmul, in_shardings=specs, out_sharding=layout.d, mesh=mesh)
     row = explain(ours, quiet=True)(*operands).rows[-1]
