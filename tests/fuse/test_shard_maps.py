@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from jaxmp._src.fuse import gathers
 
 pytestmark = pytest.mark.usefixtures("promotion_of_users")
 
@@ -228,23 +229,40 @@ def test_an_operand_that_others_read_transposed(mesh):
         jax.tree.map(np.testing.assert_array_equal, fused(*args), plain(*args))
 
 
-def test_a_shared_gather_is_in_calls_that_read_shards_in_place(mesh):
-    """CPUs of several processes, and XLA's products, read none in place: one gather is for all products."""
+@pytest.mark.parametrize(("extent", "is_in_calls"), [(8192, True), (64, False)])
+def test_a_shared_gather_is_where_it_takes_less_time(extent, is_in_calls, mesh, monkeypatch):
+    """On a machine with overlapping calls, large products hide three gathers; small products wait for them."""
+    machine = jaxmp.advise(8, 8, 8, 1, hardware="h200-8", quiet=True).hardware
+    monkeypatch.setattr(gathers, "reads_in_place", lambda implementation: False)
+    monkeypatch.setattr(gathers, "overlapping_machine", lambda implementation: machine)
+
+    def body(x, wq, wk, wv):
+        rows = gather(x, "model")
+        return rows @ wq, rows @ wk, rows @ wv
+
+    columns = P(None, "model")
+    function = jax.shard_map(body, mesh=mesh, in_specs=(P("model"), *[columns] * 3), out_specs=(columns,) * 3)
+    x = jax.ShapeDtypeStruct((extent, extent), jnp.bfloat16)
+    rows = jaxmp.explain(jaxmp.fuse(function), quiet=True)(x, x, x, x).rows
+    if is_in_calls:
+        assert [row.pattern for row in rows] == ["all_gather"] * 3
+        assert all("gathers in its call what other products gather too" in row.why for row in rows)
+    else:  # local 16-bit products are calls, too
+        assert [row.pattern for row in rows] == ["local"] * 3
+        assert all("is gathered before it, once for several products" in row.why for row in rows)
+
+
+def test_a_shared_gather_stays_if_calls_hide_nothing(mesh):
+    """CPUs of several processes, and XLA's products, hide no gather."""
 
     def body(x, w):
         whole = gather(w, "data")
         return x @ whole + (2 * x) @ whole * ((3 * x) @ whole)
 
-    function = jax.shard_map(body, mesh=mesh, in_specs=(DATA, DATA), out_specs=DATA)
-    for dtype, implementation, pattern, why in (
-        ("float32", None, "grid", "gathers in its call what other products gather too"),
-        ("float32", "xla", "-", "one gather for all, with local products, takes less time"),
-        ("bfloat16", "xla", "local", "is gathered before it, once for several products"),  # calls for their type
-    ):
-        args = [jnp.ones(shape, dtype) for shape in (X, W)]
-        rows = jaxmp.explain(jaxmp.fuse(function, implementation=implementation), quiet=True)(*args).rows
-        assert [row.pattern for row in rows] == [pattern] * 3
-        assert all(why in row.why for row in rows), rows
+    case = Case("", body, (X, W), (DATA, DATA), DATA, "", "")
+    found = jaxmp.explain(jaxmp.fuse(mapped(case, mesh), implementation="xla"), quiet=True)(*operands(case))
+    assert {row.operation for row in found.rows} == {"dot_general"}
+    assert all("one gather for all, with local products, takes less time" in row.why for row in found.rows)
 
 
 PAIRS = {

@@ -140,7 +140,7 @@ def test_exactly_the_known_environment_variables_are_documented():
 # Tests call what users call. These import jaxmp._src, for values that no public function shows or parts to replace.
 PRIVATE = {
     "core/errors": "test_errors test_refusals",
-    "fuse": "test_kept_levels test_loops test_programs",
+    "fuse": "test_kept_levels test_loops test_programs test_shard_maps",
     "tools": "test_advise test_advise_program test_audit test_audit_together test_compiled test_cli "
     "test_draw test_explain test_hardware test_profile test_source_lines",
     "jobs": "memory ranks schedules test_peers test_start_and_end",

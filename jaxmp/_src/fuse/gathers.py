@@ -1,12 +1,14 @@
 """Decides which gathers become part of a call, so that the gathered array is never materialised.
 
 A gather stays if an operation other than a product reads it, if no call can do it, or if the collective after its
-products moves more bytes (a call does one or the other). If several products read a gather, each call repeats it where
-calls read other ranks' shards in place, because that costs nothing. Elsewhere one gather comes before local products.
+products moves more bytes (a call does one or the other). If several products read a gather, each call repeats it. That
+costs nothing if calls read other ranks' shards in place. Otherwise the cost model (docs/cost.md) compares it with one
+gather before local products.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +23,8 @@ from jaxmp._src.core.spec.options import Implementation
 from jaxmp._src.fuse.graph import PASSES, RESULT, Graph
 from jaxmp._src.fuse.operands import Operand, axes_of_type, is_explicit, operand_of
 from jaxmp._src.fuse.products import collective_after
+from jaxmp._src.platform.hardware.call_time import Transfer, call_time, kind_of
+from jaxmp._src.platform.hardware.hardware import MACHINES, Hardware
 from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 
@@ -43,7 +47,7 @@ def choose(
     for i in sorted((i for i in readers if _is_gather(graph.equations[i])), key=lambda i: -_received(graph, i)):
         reason = _why_stays(graph, i, readers[i], busy, implementation)
         if reason:
-            refused = {dot for dot in readers[i] if not _takes(_operand_after(graph, dot, i))}
+            refused = {dot for dot in readers[i] if not _takes(_operand_after(graph, dot, i)[0])}
             why |= {dot: "gather" if dot in refused or reason == "gather" else reason for dot in readers[i]}
             continue
         taken.add(i)
@@ -79,20 +83,22 @@ def _is_gather(eqn: Any) -> bool:
 
 def _why_stays(graph: Graph, i: int, dots: Sequence[int], busy: set[int], implementation: Implementation | None) -> str:
     """Returns why gather `i` before the products `dots` stays, or "" if calls do it. "gather": only reshapes read it.
-    "shared": several products read it, and calls do not read other ranks' shards in place, as they do on CPU devices of
-    one process. "gathered": any other reason. `busy`: products that take in an all_gather already."""
+    "shared": several products read it, and one gather is faster. "gathered": any other reason. `busy`: products that
+    take in an all_gather already."""
     ends = _ends(graph, graph.equations[i].outvars[0])
     if all(end != RESULT and graph.equations[end].primitive.name == "reshape" for end in ends):
         return "gather"
     if not set(dots).issuperset(ends) or busy.intersection(dots):
         return "gathered"
-    if not all(_takes(_operand_after(graph, dot, i)) for dot in dots):
+    if not all(_takes(_operand_after(graph, dot, i)[0]) for dot in dots):
         return "gathered"
-    is_sum_larger = _received(graph, i) < sum(_summed(graph, dot) for dot in dots)
-    if is_sum_larger and graph.equations[i].primitive.name != "reshard":
+    if graph.equations[i].primitive.name != "reshard" and _received(graph, i) < sum(
+        _summed(graph, dot) for dot in dots
+    ):
         return "gathered"
-    is_in_place = decide.here().platform == "cpu" and jax.process_count() == 1 and implementation != "xla"
-    return "" if is_in_place or len(dots) == 1 else "shared"
+    if len(dots) > 1 and not _is_faster_in_calls(graph, i, dots, implementation):
+        return "shared"
+    return ""
 
 
 def _ends(graph: Graph, v: Any) -> list[int]:
@@ -107,16 +113,18 @@ def _ends(graph: Graph, v: Any) -> list[int]:
     return ends
 
 
-def _operand_after(graph: Graph, dot: int, gather: int) -> Operand | None:
-    """Returns the operand of a product that reads `gather`. Returns None if both read it, or if neither reads it
-    through operations that a call can do."""
+def _operand_after(graph: Graph, dot: int, gather: int) -> tuple[Operand | None, Operand]:
+    """Returns (the operand of a product that reads `gather`, the other operand). Returns (None, lhs) if both read it,
+    or if neither reads it through operations that a call can do."""
     eqn: Any = graph.equations[dot]
     contract, batch = eqn.params["dimension_numbers"]
     sides = [
         operand_of(graph, v, contract[side], batch[side], frozenset((gather,))) for side, v in enumerate(eqn.invars)
     ]
-    found = [operand for operand in sides if gather in operand.equations]
-    return found[0] if len(found) == 1 else None
+    found = [gather in operand.equations for operand in sides]
+    if all(found) or not any(found):
+        return None, sides[0]
+    return sides[found.index(True)], sides[found.index(False)]
 
 
 def _takes(operand: Operand | None) -> bool:
@@ -163,3 +171,66 @@ def gather_narrow(eqn: Any, x: jax.Array) -> jax.Array:
     axes = eqn.params["axis_name"]
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     return collectives.all_gather(x, axes, axis=eqn.params["all_gather_dimension"])
+
+
+# Once or in each call --------------------------------------------------------------------------------------------
+
+
+def reads_in_place(implementation: Implementation | None) -> bool:
+    """True if calls read other ranks' shards in place: CPU devices of one process, without XLA's implementation."""
+    return decide.here().platform == "cpu" and jax.process_count() == 1 and implementation != "xla"
+
+
+def overlapping_machine(implementation: Implementation | None) -> Hardware | None:
+    """Returns the data sheet of the GPU on CUDA platforms, where calls overlap their transfers; an unknown GPU gets the
+    H100's. Returns None on other platforms and with XLA's implementation."""
+    if decide.here().platform not in ("cuda", "gpu") or implementation == "xla":
+        return None
+    kind = jax.devices()[0].device_kind.lower()
+    return next((machine for name, machine in MACHINES.items() if name.split("-")[0] in kind), MACHINES["h100-8"])
+
+
+def _is_faster_in_calls(graph: Graph, i: int, dots: Sequence[int], implementation: Implementation | None) -> bool:
+    """True if the products `dots` take less time when each call gathers `i` than after one gather, by the cost model.
+    Always True if calls read shards in place. Otherwise False on other devices than GPUs, with XLA's implementation,
+    and for an unknown mesh or rate."""
+    if reads_in_place(implementation):
+        return True
+    machine = overlapping_machine(implementation)
+    eqn: Any = graph.equations[i]
+    mesh = eqn.outvars[0].aval.sharding.mesh
+    if machine is None or mesh.empty:
+        return False
+    ndevices = math.prod(mesh.shape.values())
+    if eqn.primitive.name == "reshard":
+        have, want = (axes_of_type(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
+        axes = tuple(axis for h, w in zip(have, want, strict=True) for axis in h if axis not in w)
+        share = 1
+    else:
+        axes, share = eqn.params["axis_name"], ndevices
+    transfer = Transfer.over(mesh.shape, axes, _received(graph, i))
+    products = [(_work(graph, dot, share, ndevices), _hides(graph, dot, i)) for dot in dots]
+    if not {work["kind"] for work, _ in products} <= set(machine.rates):
+        return False
+    time = functools.partial(call_time, machine, ndevices=ndevices)
+    in_calls = sum(time(transfers=(transfer,), is_fused=hides, **work).total for work, hides in products)
+    return in_calls < time(transfers=(transfer,)).total + sum(time(**work).total for work, _ in products)
+
+
+def _work(graph: Graph, dot: int, share: int, ndevices: int) -> dict[str, Any]:
+    """Returns the arguments of `call_time` that describe a product's work. `share`: 1 for the shapes of global arrays,
+    `ndevices` for the shapes of shards."""
+    eqn: Any = graph.equations[dot]
+    a, b, d = (v.aval for v in (*eqn.invars, *eqn.outvars))
+    k = math.prod(a.shape[i] for i in eqn.params["dimension_numbers"][0][0])
+    nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in (a, b, d)) * share // ndevices
+    return {"flops": 2 * math.prod(d.shape) * k * share, "kind": kind_of(a.dtype.name), "nbytes": nbytes}
+
+
+def _hides(graph: Graph, dot: int, gather: int) -> bool:
+    """True if a call on GPUs multiplies while it gathers: after a reshard, or along a free dimension. False if the
+    other operand is stored with rows first, because the call then gathers before a local product."""
+    gathered, other = _operand_after(graph, dot, gather)
+    if gathered is None or other.has_rows_first:
+        return False
+    return gathered.gather is None or gathered.gather.dimension in gathered.free

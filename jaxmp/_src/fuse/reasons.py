@@ -28,7 +28,7 @@ REASONS = {
     "gather": "no call gathers its operand in this way (tiled=False, a reshape after it, groups of ranks, a batch, a "
     "dimension between others), so the gather stays, and the product is local",
     "shared": "other products read its gathered operand too, and one gather for all, with local products, takes less "
-    "time than calls that each gather",
+    "time than calls that each gather (docs/cost.md)",
     "type": "its types have no kernel of jaxmp's",
     "inner": "it is within an operation that is left as it is",
     "failed": "jaxmp fails on it, by a fault of its own; please report it",
@@ -37,9 +37,10 @@ REASONS = {
 # Notes on the pattern of a call: part of its name stack.
 NOTE = "jaxmp_note_"
 NOTES = {
-    "again": "gathers in its call what other products gather too, because calls read other devices' shards in place",
+    "again": "gathers in its call what other products gather too, because one gather before all of them takes longer "
+    "(docs/cost.md)",
     "shared": "its operand is gathered before it, once for several products, which takes less time than calls that "
-    "each gather",
+    "each gather (docs/cost.md)",
 }
 # Reasons with details, by their names in a name stack.
 _details: dict[str, str] = {}
