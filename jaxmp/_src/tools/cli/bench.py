@@ -107,11 +107,11 @@ def contenders(
     kinds = (AxisType.Explicit,) * len(axes)
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices)
     rng, to, kind = np.random.default_rng(0), NamedSharding(mesh, of_d), jnp.dtype(dtype)
-    draw = (
-        functools.partial(rng.uniform, -1) if jnp.issubdtype(kind, jnp.inexact) else functools.partial(rng.integers, 0)
-    )
+    draw: Callable[..., Any] = functools.partial(rng.integers, 0, 2)
+    if jnp.issubdtype(kind, jnp.inexact):
+        draw = functools.partial(rng.uniform, -1, 1)
     operands = [
-        place(draw(2, shape).astype(kind), mesh, spec)
+        place(draw(size=shape).astype(kind), mesh, spec)
         for shape, spec in zip(((m, k), (k, n)), of_operands, strict=True)
     ]
     ours = functools.partial(matmul, out_sharding=to)
