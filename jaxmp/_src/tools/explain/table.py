@@ -27,8 +27,9 @@ class Row:
       operation: "matmul", "matmul+epilog" (with an epilog or c) or "ragged_dot"; for a product that `fuse` left to JAX
         its primitive; for a collective "all_gather", "all_to_all", "reduce_scatter", "all_reduce" or
         "collective_permute".
-      count: how often the program runs it (the trip counts of enclosing scans, multiplied). If both operands have a
-        batch, also times its extent, both as one product and as one call per index.
+      count: how often the program runs it (the trip counts of enclosing scans, multiplied; each branch of a conditional
+        counts as run). If both operands have a batch, also times its extent, both as one product and as one call per
+        index.
       global_shapes, local_shapes: of a, b and d, as stored, of all groups together and per device; for a collective,
         the shape after it and the shape that a device has before it. Inside a shard_map with check_vma=False the global
         shapes are the shapes of one group's product.

@@ -135,7 +135,8 @@ def profile(fn: Callable[..., Any], *, quiet: bool = False) -> Callable[..., Pro
     """Run `fn` once under JAX's profiler, and print how long each of its jaxmp calls took and when devices ran what.
 
     `profile(fn)(*args, **kwargs)` compiles `fn`, runs it once to warm up, and once more under the profiler. Arguments
-    that are donated are spent by the first run, so donate none.
+    that are donated are spent by the first run, so donate none. In a job of several processes,
+    every process calls it.
 
     Args:
       fn: a function of arrays, jitted or not. Its other arguments stay as they are.
