@@ -291,6 +291,18 @@ def test_rows_follow_the_program_without_unused_calls():
     assert [(row.epilog, row.count) for row in rows] == [("GELU", 1), ("RELU", 1), ("NONE", 15)]
 
 
+def test_a_program_may_change_an_argument_in_place():
+
+    def program(state, a):
+        state[...] = jaxmp.matmul(a, state[...])
+
+    state = jax.new_ref(jnp.ones((4, 4)))
+    for compiled in (False, True):
+        explanation = jaxmp.explain(program, compiled=compiled, quiet=True)(state, jnp.ones((4, 4)))
+        rows = explanation.calls.rows if compiled else explanation.rows
+        assert [row.operation for row in rows] == ["matmul"]
+
+
 def test_under_fuse_messages_speak_of_the_users_product():
     """The user has called no function of jaxmp."""
 

@@ -158,7 +158,7 @@ def compile_program(lowered: Any) -> tuple[Any, Program]:
     with tempfile.TemporaryDirectory() as folder:
         compiled = _compile(lowered, folder)
         whole, parts = (_dumped(folder, when) for when in ("before", "after"))
-    return compiled, Program(Module(compiled.as_text()), _mesh(lowered, compiled), whole, parts)
+    return compiled, Program(Module(compiled.as_text()), jax_compiled.lowered_mesh(lowered), whole, parts)
 
 
 def settled_program(lowered: Any) -> Module | None:
@@ -197,15 +197,6 @@ def _dumped(folder: str, when: str) -> Module | None:
     """Returns the module "before" or "after" XLA's partitioner; None if no partitioner ran."""
     found = sorted(Path(folder).glob(f"*{when}_spmd-partitioning*.txt"))
     return Module(max(found, key=lambda file: file.stat().st_size).read_text()) if found else None
-
-
-def _mesh(lowered: Any, compiled: Any) -> Mapping[str, int]:
-    """Returns {axis: size} of the program's mesh, from the shardings of its arguments and results, or else from its
-    text."""
-    for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
-        if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1:
-            return dict(sharding.mesh.shape)
-    return jax_compiled.lowered_mesh(lowered)
 
 
 # Rows ----------------------------------------------------------------------------------------------------------

@@ -186,11 +186,12 @@ class _Explained:
 def split_arrays(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], Callable[..., Any]]:
-    """Returns (args with None for each leaf that is no array; kwargs in the same way; `fn` as a function of them, with
-    the other leaves bound). The function keeps the argument names of `fn` and returns a list of the arrays in the
-    result, and of new ones that `fn` has put into its arguments."""
+    """Returns (args with None for each leaf that is neither an array nor a `jax.Ref`; kwargs in the same way; `fn` as a
+    function of them, with the other leaves bound). The function keeps the argument names of `fn` and returns a list of
+    the arrays in the result, and of new ones that `fn` has put into its arguments."""
     leaves, tree = jax.tree.flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    is_given = [is_array(leaf) or isinstance(leaf, jax.Ref) for leaf in leaves]
+    places = [i for i, given in enumerate(is_given) if given]
 
     @functools.wraps(fn, updated=())
     def fn_of_arrays(*args: Any, **kwargs: Any) -> list[Any]:
@@ -202,5 +203,7 @@ def split_arrays(
         results += [leaf for leaf in jax.tree.leaves((args, kwargs)) if id(leaf) not in unchanged]
         return [leaf for leaf in results if is_array(leaf)]
 
-    args, kwargs = jax.tree.unflatten(tree, [leaf if is_array(leaf) else None for leaf in leaves])
+    args, kwargs = jax.tree.unflatten(
+        tree, [leaf if given else None for leaf, given in zip(leaves, is_given, strict=True)]
+    )
     return args, kwargs, fn_of_arrays
