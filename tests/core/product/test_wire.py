@@ -35,14 +35,16 @@ CALLS = [
 
 def moved(program, *args):
     """Returns (bits of an element, elements of the result) of the collectives that only move data, and the results."""
-    compiled = jax.jit(program).lower(*args).compile()
+    jitted = jax.jit(program)
+    compiled = jitted.lower(*args).compile()
     found = re.findall(rf"= \(?(\w+)\[([\d,]*)\].*? {COLLECTIVE}", compiled.as_text())
     moves = [
         (BITS[name], math.prod(map(int, shape.split(","))))
         for name, shape, kind in found
         if kind not in ("all-reduce", "reduce-scatter")
     ]
-    return moves, compiled(*args)
+    run = compiled if jax.__version_info__ >= (0, 11) else jitted  # JAX 0.10 gives a compiled program no 4-bit arrays
+    return moves, run(*args)
 
 
 def bits_of(dtype):
