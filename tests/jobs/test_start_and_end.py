@@ -79,8 +79,8 @@ class Client:
         return request
 
 
-def test_what_a_rank_asks_at_the_start_grows_with_its_neighbours_alone(monkeypatch):
-    """The ranks are threads, each with its own client of JAX's service, and 4 ranks are on one machine."""
+def test_requests_at_the_start_grow_with_the_neighbours_alone(monkeypatch):
+    """The ranks are threads with one client of JAX's service per thread, and 4 ranks are on one machine."""
     own, most = threading.local(), {}
     monkeypatch.setattr(jax_distributed, "distributed_client", lambda: own.client)
     monkeypatch.setattr(native, "extension", lambda: types.SimpleNamespace(share_arena=lambda *_: None))

@@ -170,10 +170,11 @@ def join_job(host: str, process: int, nprocesses: int, timeout: int, *, reach: f
     """Waits until every process of the job is here. Raises JAX's error if a step takes more than `timeout` seconds.
 
     The job is refused (`Membership.refusal`) if a process has another version of jaxmp, JAX or cuBLASMp than rank 0, or
-    was told another number of processes.
-    Also listens for peers, shares memory with the processes of this machine, and sets `native.shared_processes`.
-    `host`: the coordinator's. `reach`: seconds to ask for the address of a peer. `tells`: rank 0's message to all. The
-    data that a process publishes and reads in JAX's store does not grow with the number of processes.
+    another `num_processes`. Also listens for peers, shares memory with the processes of this machine, and sets
+    `native.shared_processes`. The data that a process publishes and reads in JAX's store does not grow with the number
+    of processes.
+
+    `host`: the coordinator's. `reach`: seconds to ask for the address of a peer. `tells`: rank 0's message to all.
     """
     client, milliseconds = jax_distributed.distributed_client(), timeout * 1000
     key, common = "jaxmp/", (*_versions(), str(nprocesses))

@@ -89,10 +89,11 @@ def _check_summed_operand(spec: MatmulSpec, epilog: Epilog, ndim_a: int) -> None
 
 
 def _checked_input(name: str, x: Any, dtype: np.dtype, shape: Shape) -> Any:
-    """Returns an input of an epilog; a bias in `dtype`. `shape`: the shape of d. A bias must have the shape
-    (columns of d,), a gelu_aux the shape of d, and a relu_aux the shape (rows of d..., any); otherwise this raises
-    ValueError. Raises TypeError for a gelu_aux of another type than `dtype`, for a relu_aux of another type than uint8,
-    and for a bias as `check_widens` does."""
+    """Returns an input of an epilog; a bias in `dtype`. `shape`: the shape of d.
+
+    Raises ValueError unless a bias has the shape (columns of d,), a gelu_aux the shape of d, and a relu_aux the shape
+    (rows of d..., any). Raises TypeError if a gelu_aux is not of `dtype` or a relu_aux not of uint8; for a bias as
+    `check_widens` does."""
     if name == "relu_aux":
         if getattr(x, "dtype", None) != np.uint8:
             raise InvalidType(

@@ -174,8 +174,9 @@ def advised(fn: Callable[..., Any], devices: int, hardware: Hardware, quiet: boo
         nparameters = first if 1 < first < len(types) else 0
         plans, errors = list[Plan](), dict[str, Exception]()
         found = [*recipes(dimensions, types, nparameters, devices, tuple(axes.items()))]
-        for recipe in [*found, Recipe("whole", found[0].mesh, (PartitionSpec(),) * len(types))]:
-            if plans and recipe.name == "whole":
+        whole = Recipe("whole", found[0].mesh, (PartitionSpec(),) * len(types))
+        for recipe in [*found, whole]:
+            if plans and recipe is whole:
                 break
             try:
                 plans.append(_plan(recipe, fn, (args, kwargs), dimensions.types, hardware))

@@ -1,4 +1,4 @@
-"""Equations of a trace: their kinds and names in reports, and the pairs that those of two traces make."""
+"""Equations of a trace: their kinds and names in reports, and pairs of corresponding equations in two traces."""
 
 from __future__ import annotations
 

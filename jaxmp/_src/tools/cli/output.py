@@ -24,7 +24,7 @@ class CommandError(Exception):
 
 
 class Result(NamedTuple):
-    """What a command prints, its `text` or with --json its `value`, and its exit status."""
+    """The result of a command: the text that it prints, the value that it prints with --json, and the exit status."""
 
     text: str
     value: Any

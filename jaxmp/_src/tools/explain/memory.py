@@ -67,7 +67,7 @@ def _live_at_peak(module: Module, computation: Computation) -> tuple[list[Instru
     results that share the memory of an operand, and what the loop, branch or call takes and returns are left out."""
     order = list(computation.instructions.values())
     last = {each.name: i for i, each in enumerate(order)}
-    owners = {each.name: [each.name] for each in order}  # the results whose memory a result shares
+    owners = {each.name: [each.name] for each in order}  # by result: the results that it shares memory with
     for i, each in enumerate(order):
         shared = [owner for name in each.operands for owner in owners[name]]
         last |= dict.fromkeys(shared, i)
